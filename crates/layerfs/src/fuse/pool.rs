@@ -1,0 +1,216 @@
+//! A bounded pool of threads for reads that have to wait.
+//!
+//! Threads start when work comes and none is idle, up to the limit, and end after a while
+//! without work. When the limit is reached and the queue is full, the job is handed back: the
+//! caller runs it itself and so stops taking in more requests, which then wait in the kernel.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::sync::{Condvar, Mutex};
+
+/// Work for the pool. Must not panic across (a panic is caught, and the job's [`super::channel::Reply`]
+/// answers EIO).
+pub(crate) type Job = Box<dyn FnOnce() + Send>;
+
+const IDLE: Duration = Duration::from_secs(10);
+const STACK_BYTES: usize = 256 * 1024;
+
+#[derive(Debug)]
+pub(crate) struct Pool {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    name: String,
+    max_threads: usize,
+    max_queue: usize,
+    state: Mutex<State>,
+    work: Condvar,
+    gone: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    queue: VecDeque<Job>,
+    threads: usize,
+    idle: usize,
+    closed: bool,
+}
+
+impl std::fmt::Debug for State {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("State")
+            .field("queued", &self.queue.len())
+            .field("threads", &self.threads)
+            .field("idle", &self.idle)
+            .field("closed", &self.closed)
+            .finish()
+    }
+}
+
+impl Pool {
+    pub(crate) fn new(name: &str, max_threads: usize, max_queue: usize) -> Self {
+        Self {
+            shared: Arc::new(Shared {
+                name: name.to_owned(),
+                max_threads: max_threads.max(1),
+                max_queue,
+                state: Mutex::new(State::default()),
+                work: Condvar::new(),
+                gone: Condvar::new(),
+            }),
+        }
+    }
+
+    /// Queues a job. Gives it back when the pool is full or closed.
+    pub(crate) fn submit(&self, job: Job) -> Result<(), Job> {
+        let mut state = self.shared.state.lock();
+        if state.closed {
+            return Err(job);
+        }
+        if state.queue.len() < state.idle {
+            state.queue.push_back(job);
+            self.shared.work.notify_one();
+            return Ok(());
+        }
+        if state.threads < self.shared.max_threads {
+            let shared = Arc::clone(&self.shared);
+            state.threads += 1;
+            drop(state);
+            let spawned = std::thread::Builder::new()
+                .name(self.shared.name.clone())
+                .stack_size(STACK_BYTES)
+                .spawn(move || run(&shared));
+            let mut state = self.shared.state.lock();
+            if spawned.is_err() {
+                state.threads -= 1;
+                if state.threads == 0 {
+                    return Err(job);
+                }
+            }
+            state.queue.push_back(job);
+            self.shared.work.notify_one();
+            return Ok(());
+        }
+        if state.queue.len() >= self.shared.max_queue {
+            return Err(job);
+        }
+        state.queue.push_back(job);
+        Ok(())
+    }
+
+    /// Takes no more jobs and waits until every thread has ended or `limit` has passed.
+    /// Queued jobs are dropped, which answers their requests with EIO.
+    pub(crate) fn close(&self, limit: Duration) -> bool {
+        let end = Instant::now() + limit;
+        let mut state = self.shared.state.lock();
+        state.closed = true;
+        let dropped = std::mem::take(&mut state.queue);
+        drop(state);
+        drop(dropped);
+        self.shared.work.notify_all();
+        let mut state = self.shared.state.lock();
+        while state.threads > 0 {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            state = self.shared.gone.wait_timeout(state, left);
+        }
+        true
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.close(Duration::ZERO);
+    }
+}
+
+fn run(shared: &Shared) {
+    let mut state = shared.state.lock();
+    loop {
+        if let Some(job) = state.queue.pop_front() {
+            drop(state);
+            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(job)).is_err() {
+                tracing::error!(pool = %shared.name, "a read panicked; its reader got EIO");
+            }
+            state = shared.state.lock();
+            continue;
+        }
+        if state.closed {
+            break;
+        }
+        state.idle += 1;
+        let since = Instant::now();
+        state = shared.work.wait_timeout(state, IDLE);
+        state.idle -= 1;
+        if state.queue.is_empty() && since.elapsed() >= IDLE {
+            break;
+        }
+    }
+    state.threads -= 1;
+    drop(state);
+    shared.gone.notify_all();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sync::{AtomicU64, Ordering};
+
+    #[test]
+    fn runs_everything_and_hands_back_when_full() {
+        let pool = Pool::new("test", 2, 1);
+        let gate = Arc::new((Mutex::new(false), Condvar::new()));
+        let done = Arc::new(AtomicU64::new(0));
+        let blocked = |gate: &Arc<(Mutex<bool>, Condvar)>, done: &Arc<AtomicU64>| -> Job {
+            let (gate, done) = (Arc::clone(gate), Arc::clone(done));
+            Box::new(move || {
+                let mut open = gate.0.lock();
+                while !*open {
+                    open = gate.1.wait(open);
+                }
+                done.fetch_add(1, Ordering::SeqCst);
+            })
+        };
+        let mut handed_back = 0;
+        for _ in 0..20 {
+            if let Err(job) = pool.submit(blocked(&gate, &done)) {
+                drop(job);
+                handed_back += 1;
+            }
+        }
+        // Two threads and one place in the queue; how many jobs the threads took out of the
+        // queue before it filled up is up to the scheduler.
+        assert!((17..=18).contains(&handed_back) || handed_back == 16, "{handed_back}");
+        *gate.0.lock() = true;
+        gate.1.notify_all();
+        assert!(pool.close(Duration::from_secs(60)));
+        assert!(done.load(Ordering::SeqCst) <= 20 - handed_back);
+        assert!(done.load(Ordering::SeqCst) >= 2);
+    }
+
+    #[test]
+    fn a_panic_costs_one_job_only() {
+        let pool = Pool::new("test", 1, 100);
+        let done = Arc::new(AtomicU64::new(0));
+        for i in 0..10 {
+            let done = Arc::clone(&done);
+            let job: Job = Box::new(move || {
+                assert!(i != 3, "on purpose");
+                done.fetch_add(1, Ordering::SeqCst);
+            });
+            assert!(pool.submit(job).is_ok());
+        }
+        let end = Instant::now() + Duration::from_secs(60);
+        while done.load(Ordering::SeqCst) < 9 && Instant::now() < end {
+            std::thread::yield_now();
+        }
+        assert_eq!(done.load(Ordering::SeqCst), 9);
+        assert!(pool.close(Duration::from_secs(60)));
+    }
+}
