@@ -1,1 +1,17 @@
-//! See the crate's specification.
+//! System calls of layerpack: mounts, namespaces, processes, descriptors.
+//!
+//! Everything that needs `unsafe` lives here, so that the other crates can
+//! forbid it. The modules are thin: each function does one kernel operation
+//! (or one that only makes sense as a whole, such as starting a process in new
+//! namespaces), takes and returns owned descriptors, and reports failures as
+//! [`SysError`] with the call, the object and the errno.
+//!
+//! Nothing here keeps state, prints, reads the environment or chooses defaults
+//! for a caller.
+
+pub mod error;
+pub mod mount;
+pub mod mountinfo;
+pub mod ns;
+
+pub use error::{Result, SysError};
