@@ -1,1 +1,39 @@
-//! See the crate's specification.
+//! Where layers live: digests, references, manifests, the binary formats of FORMAT.md, storage
+//! backends, and reading, writing and verifying layers.
+//!
+//! * [`BlobStore`] is a flat set of immutable objects; [`FileStore`] keeps them in a directory.
+//! * [`LayerStore`] reads layers from one: every byte is verified against the manifest.
+//! * [`LayerWriter`] publishes a layer: chunks are deduplicated against the store, compressed by
+//!   a pool of threads and written to packs; the reference comes last.
+//!
+//! Nothing here prints, reads the environment or knows what a layer's metadata means.
+
+pub mod blob;
+pub mod chunker;
+mod codec;
+mod digest;
+mod error;
+pub mod format;
+mod key;
+mod layer;
+mod manifest;
+mod reference;
+
+pub use blob::{
+    BlobStore, BlobWriter, Fault, FaultStore, FileStore, MemStore, ObjectInfo, PutMode, PutOutcome,
+    open_url,
+};
+pub use codec::Codec;
+pub use digest::{Digest, Hasher};
+pub use error::{FormatError, Result, StoreError};
+pub use format::locator::{FrameLoc, Locator, PackLoc};
+pub use format::map::{Extent, LayerMap, MapBuilder};
+pub use key::Key;
+pub use layer::{
+    Damage, Draft, FetchStats, FileChunks, LayerStore, LayerWriter, PublishOutcome, Published,
+    RefEntry, VerifyReport, WriteStats, WriterOptions,
+};
+pub use manifest::{
+    Blob, Counts, Features, LayerId, MAX_MANIFEST_BYTES, MAX_META_BYTES, Manifest, ParentRef,
+};
+pub use reference::{Kind, LayerName, Reference, Version};

@@ -1,0 +1,1 @@
+//! What every backend and wrapper must do.

@@ -1,0 +1,148 @@
+//! The storage trait: a flat set of immutable objects. Every backend and wrapper passes the one
+//! suite of [`contract`].
+//!
+//! What the answers mean:
+//! * `None` or `false`: the backend looked and there is no such object. Never "could not look".
+//! * An empty vector: the object exists and is empty (or nothing has the prefix, for `list`).
+//! * An error: unknown. The object may or may not exist; after a failed write it either is
+//!   complete or is not visible, never half of it.
+
+pub mod contract;
+mod fault;
+mod file;
+mod mem;
+
+use std::fmt;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+pub use fault::{Fault, FaultStore};
+pub use file::FileStore;
+pub use mem::MemStore;
+
+use crate::error::{Result, StoreError};
+use crate::key::Key;
+
+/// What to do if the object exists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PutMode {
+    /// Leave it as it is and answer [`PutOutcome::Exists`]. Of several writers one wins.
+    IfAbsent,
+    /// Replace it in one step: a reader sees the old bytes or the new.
+    Overwrite,
+}
+
+/// What a write did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PutOutcome {
+    /// The object now has the bytes given.
+    Created,
+    /// The object existed and was left as it is.
+    Exists,
+}
+
+/// An object in a list.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ObjectInfo {
+    /// The object's key.
+    pub key: Key,
+    /// Its size in bytes.
+    pub size: u64,
+}
+
+/// A set of immutable objects. Methods block; a remote backend hides its own runtime.
+pub trait BlobStore: Send + Sync + fmt::Debug {
+    /// The whole object, or `None` if there is none.
+    ///
+    /// # Errors
+    /// [`StoreError::TooLarge`] if it has more than `max_len` bytes, before reading it.
+    fn get(&self, key: &Key, max_len: u64) -> Result<Option<Vec<u8>>>;
+
+    /// Exactly the bytes of `range`. An empty range is allowed within the object.
+    ///
+    /// # Errors
+    /// [`StoreError::Missing`] without the object, [`StoreError::Corrupt`] if it ends before
+    /// `range.end`.
+    fn get_range(&self, key: &Key, range: Range<u64>) -> Result<Vec<u8>>;
+
+    /// Writes an object. Durable on return, whatever the outcome: also an object that existed is.
+    ///
+    /// # Errors
+    /// [`StoreError::NoSpace`] if the store is full.
+    fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<PutOutcome>;
+
+    /// Begins an object whose bytes and key come later.
+    ///
+    /// # Errors
+    /// As [`BlobStore::put`].
+    fn put_stream(&self) -> Result<Box<dyn BlobWriter + '_>>;
+
+    /// Size of the object in bytes, or `None` if there is none.
+    ///
+    /// # Errors
+    /// If the backend fails.
+    fn size(&self, key: &Key) -> Result<Option<u64>>;
+
+    /// All objects whose key begins with `prefix` (any string, also part of a segment; empty: all),
+    /// sorted by key. Objects written or deleted meanwhile may or may not be listed.
+    ///
+    /// # Errors
+    /// If the backend fails.
+    fn list(&self, prefix: &str) -> Result<Vec<ObjectInfo>>;
+
+    /// Deletes the object; `false` if there was none. Durable on return.
+    ///
+    /// # Errors
+    /// If the backend fails.
+    fn delete(&self, key: &Key) -> Result<bool>;
+
+    /// The store's address, for messages and for opening it again.
+    fn url(&self) -> String;
+}
+
+/// An object being written. Dropped without [`BlobWriter::commit`], nothing of it is visible.
+pub trait BlobWriter: Send {
+    /// Appends bytes.
+    ///
+    /// # Errors
+    /// As [`BlobStore::put`]; the writer is then of no use.
+    fn write(&mut self, bytes: &[u8]) -> Result<()>;
+
+    /// Makes the object visible under `key`. Durable on return.
+    ///
+    /// # Errors
+    /// As [`BlobStore::put`].
+    fn commit(self: Box<Self>, key: &Key, mode: PutMode) -> Result<PutOutcome>;
+}
+
+/// Opens the store at `url`: `file:///DIR` or a plain path. Nothing is read or created yet.
+///
+/// # Errors
+/// [`StoreError::InvalidUrl`] for addresses that this build cannot use.
+pub fn open_url(url: &str) -> Result<Arc<dyn BlobStore>> {
+    let invalid = |why: &str| StoreError::InvalidUrl {
+        url: url.to_owned(),
+        why: why.to_owned(),
+    };
+    let path = match url.split_once("://") {
+        Some(("file", rest)) if rest.starts_with('/') => PathBuf::from(rest),
+        Some(("file", _)) => {
+            return Err(invalid(
+                "a file address is file:///DIR with an absolute directory",
+            ));
+        }
+        Some((scheme, _)) => {
+            return Err(invalid(&format!(
+                "{scheme}:// is not supported by this build; use file:///DIR or a directory's path"
+            )));
+        }
+        None if url.is_empty() => {
+            return Err(invalid(
+                "it is empty; use file:///DIR or a directory's path",
+            ));
+        }
+        None => PathBuf::from(url),
+    };
+    Ok(Arc::new(FileStore::new(path)?))
+}

@@ -1,0 +1,166 @@
+//! zstd, with contexts kept per thread. One place decides how much memory hostile input may cost.
+
+use std::cell::RefCell;
+
+use zstd_safe::{CCtx, DCtx, InBuffer, OutBuffer};
+
+use crate::error::FormatError;
+
+/// How a frame is stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Codec {
+    /// As it is: compression did not make it smaller.
+    Raw,
+    /// One zstd frame.
+    Zstd,
+}
+
+impl Codec {
+    pub(crate) fn from_wire(format: &'static str, value: u32) -> Result<Self, FormatError> {
+        match value {
+            0 => Ok(Self::Raw),
+            1 => Ok(Self::Zstd),
+            other => Err(FormatError::newer(
+                format,
+                format!("a frame uses the unknown codec {other}"),
+            )),
+        }
+    }
+
+    pub(crate) const fn to_wire(self) -> u32 {
+        match self {
+            Self::Raw => 0,
+            Self::Zstd => 1,
+        }
+    }
+}
+
+/// Lowest zstd level accepted.
+pub(crate) const MIN_LEVEL: i32 = -7;
+/// Highest zstd level accepted.
+pub(crate) const MAX_LEVEL: i32 = 22;
+
+const NAME: &str = "zstd";
+
+/// Largest window that a reader allocates for: what level 22 uses on large input.
+const MAX_WINDOW_LOG: u32 = 27;
+
+thread_local! {
+    static DECOMPRESS: RefCell<DCtx<'static>> = RefCell::new(new_decompressor());
+}
+
+fn new_decompressor() -> DCtx<'static> {
+    let mut context = DCtx::create();
+    // Cannot fail: the value is within zstd's bounds on every platform.
+    let _ = context.set_parameter(zstd_safe::DParameter::WindowLogMax(MAX_WINDOW_LOG));
+    context
+}
+
+fn text(code: usize) -> String {
+    zstd_safe::get_error_name(code).to_owned()
+}
+
+/// A compressor: one per thread, reused for every frame.
+pub(crate) struct Compressor {
+    context: CCtx<'static>,
+    level: i32,
+}
+
+impl Compressor {
+    pub(crate) fn new(level: i32) -> Self {
+        Self {
+            context: CCtx::create(),
+            level: level.clamp(MIN_LEVEL, MAX_LEVEL),
+        }
+    }
+
+    /// One zstd frame of `raw`, with its content size.
+    pub(crate) fn compress(&mut self, raw: &[u8]) -> Result<Vec<u8>, FormatError> {
+        let mut out = Vec::with_capacity(zstd_safe::compress_bound(raw.len()));
+        self.context
+            .compress(&mut out, raw, self.level)
+            .map_err(|code| FormatError::new(NAME, text(code)))?;
+        Ok(out)
+    }
+
+    /// `raw` compressed, or as it is where that is not smaller.
+    pub(crate) fn frame(&mut self, raw: Vec<u8>) -> Result<(Codec, Vec<u8>), FormatError> {
+        let mut packed = self.compress(&raw)?;
+        if packed.len() < raw.len() {
+            packed.shrink_to_fit();
+            Ok((Codec::Zstd, packed))
+        } else {
+            Ok((Codec::Raw, raw))
+        }
+    }
+}
+
+/// Decompresses to exactly `raw_len` bytes, which the caller has capped.
+pub(crate) fn decompress_frame(
+    codec: Codec,
+    stored: Vec<u8>,
+    raw_len: usize,
+) -> Result<Vec<u8>, FormatError> {
+    match codec {
+        Codec::Raw if stored.len() == raw_len => Ok(stored),
+        Codec::Raw => Err(FormatError::new(
+            NAME,
+            format!("a raw frame has {} bytes, not {raw_len}", stored.len()),
+        )),
+        Codec::Zstd => DECOMPRESS.with_borrow_mut(|context| {
+            let mut out = Vec::with_capacity(raw_len);
+            let len = context
+                .decompress(&mut out, &stored)
+                .map_err(|code| FormatError::new(NAME, text(code)))?;
+            if len == raw_len {
+                Ok(out)
+            } else {
+                Err(FormatError::new(
+                    NAME,
+                    format!("a frame decompresses to {len} bytes, not {raw_len}"),
+                ))
+            }
+        }),
+    }
+}
+
+/// Decompresses a whole object of one or more zstd frames to exactly `raw_len` bytes. Memory grows
+/// with what really comes out, never beyond `raw_len`.
+pub(crate) fn decompress_object(stored: &[u8], raw_len: u64) -> Result<Vec<u8>, FormatError> {
+    let fail = |what: String| FormatError::new(NAME, what);
+    let raw_len = usize::try_from(raw_len)
+        .map_err(|_| fail(format!("{raw_len} bytes do not fit into memory")))?;
+    let mut context = new_decompressor();
+    let mut out: Vec<u8> = Vec::new();
+    let mut input = InBuffer::around(stored);
+    let mut block = vec![0_u8; DCtx::out_size()];
+    loop {
+        let mut output = OutBuffer::around(block.as_mut_slice());
+        let hint = context
+            .decompress_stream(&mut output, &mut input)
+            .map_err(|code| fail(text(code)))?;
+        let produced = output.as_slice();
+        if out.len() + produced.len() > raw_len {
+            return Err(fail(format!(
+                "it decompresses to more than {raw_len} bytes"
+            )));
+        }
+        let idle = produced.is_empty();
+        out.extend_from_slice(produced);
+        let done = input.pos == stored.len();
+        if done && hint == 0 {
+            break;
+        }
+        if done && idle {
+            return Err(fail("it is truncated".to_owned()));
+        }
+    }
+    if out.len() == raw_len {
+        Ok(out)
+    } else {
+        Err(fail(format!(
+            "it decompresses to {} bytes, not {raw_len}",
+            out.len()
+        )))
+    }
+}

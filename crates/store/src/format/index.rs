@@ -1,0 +1,223 @@
+//! LPIDX: an index segment, from chunk digests to packs. FORMAT.md, section "Index segment".
+
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use super::pack::{FOOTER_LEN, FRAMES_START, MAX_PACK_LEN};
+use super::{Prelude, header_crc, split, split_slice};
+use crate::digest::Digest;
+use crate::error::FormatError;
+
+const NAME: &str = "LPIDX";
+const MAGIC: [u8; 8] = *b"LPIDX\0\r\n";
+
+/// Largest index segment in bytes.
+pub const MAX_INDEX_BYTES: u64 = 4 << 30;
+
+#[repr(C)]
+#[derive(Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+struct Header {
+    prelude: Prelude,
+    chunk_count: U64,
+    pack_count: U32,
+    reserved: U32,
+    /// crc32c of everything after the header.
+    body_crc: U32,
+    /// crc32c of the 44 bytes above.
+    crc: U32,
+}
+const _: () = assert!(size_of::<Header>() == 48);
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+struct WirePack {
+    id: Digest,
+    /// Size of the whole pack in bytes.
+    size: U64,
+    /// Where its table begins, in bytes: one range from there to the end has table and footer.
+    table_offset: U64,
+}
+const _: () = assert!(size_of::<WirePack>() == 48);
+
+/// A chunk as it is in a segment.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+pub(crate) struct WireChunk {
+    pub(crate) digest: Digest,
+    /// Index into the segment's packs.
+    pub(crate) pack: U32,
+    /// Index into that pack's chunks.
+    pub(crate) chunk: U32,
+}
+const _: () = assert!(size_of::<WireChunk>() == 40);
+
+/// A pack that a segment covers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct IndexPack {
+    /// The pack's id.
+    pub id: Digest,
+    /// Size of the whole pack in bytes.
+    pub size: u64,
+    /// Where its table begins, in bytes.
+    pub table_offset: u64,
+}
+
+/// Where a chunk is, by a segment's word.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct IndexEntry {
+    /// Digest of the chunk's raw bytes.
+    pub digest: Digest,
+    /// Index into [`IndexSegment::packs`].
+    pub pack: u32,
+    /// Index into that pack's chunks.
+    pub chunk: u32,
+}
+
+/// A parsed index segment. Invariants: entries are sorted by digest without repeats, and their
+/// packs exist in the segment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct IndexSegment {
+    packs: Vec<IndexPack>,
+    entries: Vec<IndexEntry>,
+}
+
+impl IndexSegment {
+    /// A segment of these packs and chunks. Of several entries with one digest the first in the
+    /// order of packs and chunks is kept.
+    ///
+    /// # Errors
+    /// If an entry's pack does not exist.
+    pub fn new(packs: Vec<IndexPack>, mut entries: Vec<IndexEntry>) -> Result<Self, FormatError> {
+        entries.sort_unstable_by_key(|e| (e.digest, e.pack, e.chunk));
+        entries.dedup_by_key(|e| e.digest);
+        let segment = Self { packs, entries };
+        segment.check()?;
+        Ok(segment)
+    }
+
+    /// Parses a segment's bytes.
+    ///
+    /// # Errors
+    /// If the bytes break the format or an invariant.
+    pub fn parse(bytes: &[u8]) -> Result<Self, FormatError> {
+        let fail = |what: String| Err(FormatError::new(NAME, what));
+        let (header, body) = split::<Header>(NAME, "header", bytes)?;
+        header.prelude.check_start(NAME, &MAGIC)?;
+        if header.crc.get() != header_crc(header) {
+            return fail("the header's checksum is wrong".to_owned());
+        }
+        header.prelude.check_features(NAME)?;
+        if header.body_crc.get() != crc32c::crc32c(body) {
+            return fail("the body's checksum is wrong".to_owned());
+        }
+        let (packs, rest) =
+            split_slice::<WirePack>(NAME, "packs", body, header.pack_count.get().into())?;
+        let (chunks, rest) =
+            split_slice::<WireChunk>(NAME, "chunks", rest, header.chunk_count.get())?;
+        if !rest.is_empty() {
+            return fail(format!("{} bytes follow its chunks", rest.len()));
+        }
+        let segment = Self {
+            packs: packs
+                .iter()
+                .map(|p| IndexPack {
+                    id: p.id,
+                    size: p.size.get(),
+                    table_offset: p.table_offset.get(),
+                })
+                .collect(),
+            entries: chunks
+                .iter()
+                .map(|c| IndexEntry {
+                    digest: c.digest,
+                    pack: c.pack.get(),
+                    chunk: c.chunk.get(),
+                })
+                .collect(),
+        };
+        segment.check()?;
+        Ok(segment)
+    }
+
+    fn check(&self) -> Result<(), FormatError> {
+        let fail = |what: String| Err(FormatError::new(NAME, what));
+        for (i, pack) in self.packs.iter().enumerate() {
+            let table = FRAMES_START..=pack.size.saturating_sub(FOOTER_LEN);
+            if pack.size > MAX_PACK_LEN || !table.contains(&pack.table_offset) {
+                return fail(format!(
+                    "pack {i} has {} bytes and its table at {}",
+                    pack.size, pack.table_offset
+                ));
+            }
+        }
+        for (i, entry) in self.entries.iter().enumerate() {
+            if usize::try_from(entry.pack).map_or(true, |p| p >= self.packs.len()) {
+                return fail(format!(
+                    "chunk {i} is in pack {} of {}",
+                    entry.pack,
+                    self.packs.len()
+                ));
+            }
+        }
+        match self
+            .entries
+            .iter()
+            .zip(self.entries.iter().skip(1))
+            .position(|(a, b)| a.digest >= b.digest)
+        {
+            Some(i) => fail(format!("chunk {} is out of order", i + 1)),
+            None => Ok(()),
+        }
+    }
+
+    /// The segment's bytes.
+    ///
+    /// # Errors
+    /// If there are more than 2^32-1 packs.
+    pub fn to_bytes(&self) -> Result<Vec<u8>, FormatError> {
+        let mut body = Vec::with_capacity(self.packs.len() * 48 + self.entries.len() * 40);
+        for p in &self.packs {
+            let wire = WirePack {
+                id: p.id,
+                size: p.size.into(),
+                table_offset: p.table_offset.into(),
+            };
+            body.extend_from_slice(wire.as_bytes());
+        }
+        for e in &self.entries {
+            let wire = WireChunk {
+                digest: e.digest,
+                pack: e.pack.into(),
+                chunk: e.chunk.into(),
+            };
+            body.extend_from_slice(wire.as_bytes());
+        }
+        let pack_count = u32::try_from(self.packs.len())
+            .map_err(|_| FormatError::new(NAME, "it has more than 2^32-1 packs"))?;
+        let mut header = Header {
+            prelude: Prelude::new(MAGIC),
+            chunk_count: (self.entries.len() as u64).into(),
+            pack_count: pack_count.into(),
+            reserved: U32::new(0),
+            body_crc: crc32c::crc32c(&body).into(),
+            crc: U32::new(0),
+        };
+        header.crc = header_crc(&header).into();
+        let mut bytes = Vec::with_capacity(size_of::<Header>() + body.len());
+        bytes.extend_from_slice(header.as_bytes());
+        bytes.append(&mut body);
+        Ok(bytes)
+    }
+
+    /// The packs covered.
+    #[must_use]
+    pub fn packs(&self) -> &[IndexPack] {
+        &self.packs
+    }
+
+    /// The chunks, sorted by digest.
+    #[must_use]
+    pub fn entries(&self) -> &[IndexEntry] {
+        &self.entries
+    }
+}

@@ -1,0 +1,389 @@
+//! LPLOC: where each extent of a map lies in this store. A hint: readers verify the frame and the
+//! chunk before they use a byte. FORMAT.md, section "Locator".
+
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use super::map::LayerMap;
+use super::pack::{FRAMES_START, MAX_FRAME_LEN, MAX_PACK_LEN};
+use super::{Prelude, header_crc, split, split_slice};
+use crate::codec::Codec;
+use crate::digest::Digest;
+use crate::error::FormatError;
+
+const NAME: &str = "LPLOC";
+const MAGIC: [u8; 8] = *b"LPLOC\0\r\n";
+
+/// Largest locator in bytes.
+pub const MAX_LOCATOR_BYTES: u64 = 4 << 30;
+
+#[repr(C)]
+#[derive(Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+struct Header {
+    prelude: Prelude,
+    /// The map that this is for.
+    map: Digest,
+    extent_count: U64,
+    pack_count: U32,
+    frame_count: U32,
+    /// crc32c of everything after the header.
+    body_crc: U32,
+    /// crc32c of the 76 bytes above.
+    crc: U32,
+}
+const _: () = assert!(size_of::<Header>() == 80);
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+struct WirePack {
+    id: Digest,
+    /// Size of the whole pack in bytes.
+    size: U64,
+}
+const _: () = assert!(size_of::<WirePack>() == 40);
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+struct WireFrame {
+    /// Index into the packs.
+    pack: U32,
+    codec: U32,
+    /// Bytes from the start of the pack.
+    offset: U64,
+    stored_len: U32,
+    raw_len: U32,
+    /// Digest of the stored bytes.
+    digest: Digest,
+}
+const _: () = assert!(size_of::<WireFrame>() == 56);
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+struct WireExtent {
+    /// Index into the frames.
+    frame: U32,
+    /// Bytes from the start of the frame's raw bytes.
+    offset: U32,
+}
+const _: () = assert!(size_of::<WireExtent>() == 8);
+
+/// A pack that a locator uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PackLoc {
+    /// The pack's id.
+    pub id: Digest,
+    /// Size of the whole pack in bytes.
+    pub size: u64,
+}
+
+/// Where a frame lies and what it must be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct FrameLoc {
+    /// Index into [`Locator::packs`].
+    pub pack: u32,
+    /// How the frame is stored.
+    pub codec: Codec,
+    /// Bytes from the start of the pack.
+    pub offset: u64,
+    /// Bytes in the pack.
+    pub stored_len: u32,
+    /// Bytes after decompression.
+    pub raw_len: u32,
+    /// Digest of the stored bytes.
+    pub digest: Digest,
+}
+
+/// A parsed locator that fits its map: every extent lies within its frame, every frame within its
+/// pack.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Locator {
+    map: Digest,
+    packs: Vec<PackLoc>,
+    frames: Vec<FrameLoc>,
+    /// Per extent of the map: frame and offset in it.
+    extents: Vec<(u32, u32)>,
+    /// Extents grouped by frame: those of frame `i` are `by_frame[starts[i]..starts[i + 1]]`.
+    starts: Vec<u32>,
+    by_frame: Vec<u32>,
+}
+
+impl Locator {
+    /// Puts a locator together and checks it against `map`, whose digest is `map_digest`.
+    ///
+    /// # Errors
+    /// If an invariant of [`Locator`] does not hold.
+    pub fn new(
+        map_digest: Digest,
+        map: &LayerMap,
+        packs: Vec<PackLoc>,
+        frames: Vec<FrameLoc>,
+        extents: Vec<(u32, u32)>,
+    ) -> Result<Self, FormatError> {
+        let fail = |what: String| Err(FormatError::new(NAME, what));
+        if extents.len() != map.extents().len() {
+            return fail(format!(
+                "it has {} extents, its map has {}",
+                extents.len(),
+                map.extents().len()
+            ));
+        }
+        if u32::try_from(extents.len()).is_err() {
+            return fail(format!(
+                "it has {} extents, more than 2^32-1",
+                extents.len()
+            ));
+        }
+        for (i, pack) in packs.iter().enumerate() {
+            if pack.size > MAX_PACK_LEN {
+                return fail(format!(
+                    "pack {i} has {} bytes, at most {MAX_PACK_LEN} are allowed",
+                    pack.size
+                ));
+            }
+        }
+        for (i, frame) in frames.iter().enumerate() {
+            let Some(pack) = usize::try_from(frame.pack).ok().and_then(|p| packs.get(p)) else {
+                return fail(format!(
+                    "frame {i} is in pack {} of {}",
+                    frame.pack,
+                    packs.len()
+                ));
+            };
+            check_frame(i, frame, pack.size)?;
+        }
+        let mut starts = vec![0_u32; frames.len() + 1];
+        for (i, (&(frame, offset), extent)) in extents.iter().zip(map.extents()).enumerate() {
+            let Some(location) = usize::try_from(frame).ok().and_then(|f| frames.get(f)) else {
+                return fail(format!(
+                    "extent {i} is in frame {frame} of {}",
+                    frames.len()
+                ));
+            };
+            if offset
+                .checked_add(extent.len)
+                .is_none_or(|end| end > location.raw_len)
+            {
+                return fail(format!(
+                    "extent {i} goes beyond its frame's {} bytes",
+                    location.raw_len
+                ));
+            }
+            if let Some(count) = usize::try_from(frame)
+                .ok()
+                .and_then(|f| starts.get_mut(f + 1))
+            {
+                *count += 1;
+            }
+        }
+        let mut sum = 0;
+        for start in &mut starts {
+            sum += *start;
+            *start = sum;
+        }
+        let mut next = starts.clone();
+        let mut by_frame = vec![0_u32; extents.len()];
+        for (i, &(frame, _)) in (0_u32..).zip(&extents) {
+            if let Some(slot) = usize::try_from(frame).ok().and_then(|f| next.get_mut(f)) {
+                if let Some(place) = usize::try_from(*slot)
+                    .ok()
+                    .and_then(|s| by_frame.get_mut(s))
+                {
+                    *place = i;
+                }
+                *slot += 1;
+            }
+        }
+        Ok(Self {
+            map: map_digest,
+            packs,
+            frames,
+            extents,
+            starts,
+            by_frame,
+        })
+    }
+
+    /// Parses a locator's bytes and checks it against its map.
+    ///
+    /// # Errors
+    /// If the bytes break the format, are for another map, or do not fit it.
+    pub fn parse(bytes: &[u8], map_digest: &Digest, map: &LayerMap) -> Result<Self, FormatError> {
+        let fail = |what: String| Err(FormatError::new(NAME, what));
+        let (header, body) = split::<Header>(NAME, "header", bytes)?;
+        header.prelude.check_start(NAME, &MAGIC)?;
+        if header.crc.get() != header_crc(header) {
+            return fail("the header's checksum is wrong".to_owned());
+        }
+        header.prelude.check_features(NAME)?;
+        if header.body_crc.get() != crc32c::crc32c(body) {
+            return fail("the body's checksum is wrong".to_owned());
+        }
+        if &header.map != map_digest {
+            return fail(format!("it is for map {}, not {map_digest}", header.map));
+        }
+        let (packs, rest) =
+            split_slice::<WirePack>(NAME, "packs", body, header.pack_count.get().into())?;
+        let (frames, rest) =
+            split_slice::<WireFrame>(NAME, "frames", rest, header.frame_count.get().into())?;
+        let (extents, rest) =
+            split_slice::<WireExtent>(NAME, "extents", rest, header.extent_count.get())?;
+        if !rest.is_empty() {
+            return fail(format!("{} bytes follow its extents", rest.len()));
+        }
+        let packs = packs
+            .iter()
+            .map(|p| PackLoc {
+                id: p.id,
+                size: p.size.get(),
+            })
+            .collect();
+        let frames = frames
+            .iter()
+            .map(|f| {
+                Ok(FrameLoc {
+                    pack: f.pack.get(),
+                    codec: Codec::from_wire(NAME, f.codec.get())?,
+                    offset: f.offset.get(),
+                    stored_len: f.stored_len.get(),
+                    raw_len: f.raw_len.get(),
+                    digest: f.digest,
+                })
+            })
+            .collect::<Result<Vec<_>, FormatError>>()?;
+        let extents = extents
+            .iter()
+            .map(|e| (e.frame.get(), e.offset.get()))
+            .collect();
+        Self::new(*map_digest, map, packs, frames, extents)
+    }
+
+    /// The locator's bytes, as [`Locator::parse`] reads them.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut body = Vec::with_capacity(
+            self.packs.len() * 40 + self.frames.len() * 56 + self.extents.len() * 8,
+        );
+        for p in &self.packs {
+            body.extend_from_slice(
+                WirePack {
+                    id: p.id,
+                    size: p.size.into(),
+                }
+                .as_bytes(),
+            );
+        }
+        for f in &self.frames {
+            let wire = WireFrame {
+                pack: f.pack.into(),
+                codec: f.codec.to_wire().into(),
+                offset: f.offset.into(),
+                stored_len: f.stored_len.into(),
+                raw_len: f.raw_len.into(),
+                digest: f.digest,
+            };
+            body.extend_from_slice(wire.as_bytes());
+        }
+        for &(frame, offset) in &self.extents {
+            body.extend_from_slice(
+                WireExtent {
+                    frame: frame.into(),
+                    offset: offset.into(),
+                }
+                .as_bytes(),
+            );
+        }
+        let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX); // indexes are u32: checked in `new`
+        let mut header = Header {
+            prelude: Prelude::new(MAGIC),
+            map: self.map,
+            extent_count: (self.extents.len() as u64).into(),
+            pack_count: count(self.packs.len()).into(),
+            frame_count: count(self.frames.len()).into(),
+            body_crc: crc32c::crc32c(&body).into(),
+            crc: U32::new(0),
+        };
+        header.crc = header_crc(&header).into();
+        let mut bytes = Vec::with_capacity(size_of::<Header>() + body.len());
+        bytes.extend_from_slice(header.as_bytes());
+        bytes.append(&mut body);
+        bytes
+    }
+
+    /// Digest of the map that this locator is for.
+    #[must_use]
+    pub const fn map_digest(&self) -> &Digest {
+        &self.map
+    }
+
+    /// The packs used.
+    #[must_use]
+    pub fn packs(&self) -> &[PackLoc] {
+        &self.packs
+    }
+
+    /// The frames used, in the order of packs and of offsets in them as far as the writer could.
+    #[must_use]
+    pub fn frames(&self) -> &[FrameLoc] {
+        &self.frames
+    }
+
+    /// Number of extents: that of the map.
+    #[must_use]
+    pub fn extent_count(&self) -> usize {
+        self.extents.len()
+    }
+
+    /// Frame of extent `i` of the map, and its first byte within the frame's raw bytes.
+    #[must_use]
+    pub fn extent(&self, i: usize) -> Option<(u32, u32)> {
+        self.extents.get(i).copied()
+    }
+
+    /// Indexes, ascending, of the extents whose bytes are in `frame`. Empty if there is no such
+    /// frame.
+    #[must_use]
+    pub fn extents_of_frame(&self, frame: u32) -> &[u32] {
+        let bound = |f: usize| self.starts.get(f).and_then(|&s| usize::try_from(s).ok());
+        usize::try_from(frame)
+            .ok()
+            .and_then(|f| Some(bound(f)?..bound(f.checked_add(1)?)?))
+            .and_then(|range| self.by_frame.get(range))
+            .unwrap_or_default()
+    }
+
+    /// Sum of the stored lengths of all frames in bytes: what a full fetch costs.
+    #[must_use]
+    pub fn stored_bytes(&self) -> u64 {
+        self.frames.iter().map(|f| u64::from(f.stored_len)).sum()
+    }
+}
+
+fn check_frame(i: usize, frame: &FrameLoc, pack_size: u64) -> Result<(), FormatError> {
+    let fail = |what: String| Err(FormatError::new(NAME, what));
+    if frame.stored_len == 0
+        || frame.raw_len == 0
+        || frame.stored_len > MAX_FRAME_LEN
+        || frame.raw_len > MAX_FRAME_LEN
+    {
+        return fail(format!(
+            "frame {i} has {} stored and {} raw bytes, 1 to {MAX_FRAME_LEN} are allowed",
+            frame.stored_len, frame.raw_len
+        ));
+    }
+    if frame.codec == Codec::Raw && frame.stored_len != frame.raw_len {
+        return fail(format!("frame {i} is stored raw but its lengths differ"));
+    }
+    let inside = frame.offset >= FRAMES_START
+        && frame
+            .offset
+            .checked_add(frame.stored_len.into())
+            .is_some_and(|end| end <= pack_size);
+    if inside {
+        Ok(())
+    } else {
+        fail(format!(
+            "frame {i} at {} lies outside its pack of {pack_size} bytes",
+            frame.offset
+        ))
+    }
+}

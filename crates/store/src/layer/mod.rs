@@ -1,0 +1,348 @@
+//! Layers in a store: reading ([`LayerStore`]), verifying, and writing ([`LayerWriter`]).
+
+mod dedupe;
+mod pack_writer;
+mod pipeline;
+mod publish;
+mod read;
+mod verify;
+mod writer;
+
+use std::sync::{Arc, OnceLock};
+
+use serde::{Deserialize, Serialize};
+
+pub use publish::{Draft, PublishOutcome, Published};
+pub use read::FetchStats;
+pub use verify::{Damage, VerifyReport};
+pub use writer::{FileChunks, LayerWriter, WriteStats, WriterOptions};
+
+use crate::blob::{BlobStore, PutMode, PutOutcome};
+use crate::codec::decompress_object;
+use crate::digest::Digest;
+use crate::error::{FormatError, Result, StoreError};
+use crate::format::locator::{Locator, MAX_LOCATOR_BYTES};
+use crate::format::map::LayerMap;
+use crate::key::Key;
+use crate::manifest::{Blob, MAX_MANIFEST_BYTES, Manifest};
+use crate::reference::Reference;
+
+/// Largest marker or reference object in bytes.
+const MAX_SMALL: u64 = 64 << 10;
+
+/// Layers in one store. Cheap to clone; nothing is read until asked for.
+#[derive(Debug, Clone)]
+pub struct LayerStore {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    blobs: Arc<dyn BlobStore>,
+    url: String,
+    /// Set once the store's marker was read and understood.
+    known: OnceLock<()>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Marker {
+    format: u32,
+    incompat: Vec<String>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct RefObject {
+    format: u32,
+    manifest: Digest,
+}
+
+/// A reference in a list. A damaged reference does not hide the others.
+#[derive(Debug)]
+pub struct RefEntry {
+    /// The reference.
+    pub reference: Reference,
+    /// Digest of its manifest, or why it cannot be told.
+    pub manifest: Result<Digest>,
+}
+
+impl LayerStore {
+    /// Layers in `blobs`. No input or output happens here.
+    #[must_use]
+    pub fn new(blobs: Arc<dyn BlobStore>) -> Self {
+        let url = blobs.url();
+        Self {
+            inner: Arc::new(Inner {
+                blobs,
+                url,
+                known: OnceLock::new(),
+            }),
+        }
+    }
+
+    /// The backend.
+    #[must_use]
+    pub fn blobs(&self) -> &Arc<dyn BlobStore> {
+        &self.inner.blobs
+    }
+
+    /// The store's address.
+    #[must_use]
+    pub fn url(&self) -> &str {
+        &self.inner.url
+    }
+
+    /// Reads the marker once. `false`: there is none, so nothing was ever written here.
+    fn check_marker(&self) -> Result<bool> {
+        if self.inner.known.get().is_some() {
+            return Ok(true);
+        }
+        let key = Key::marker();
+        let Some(bytes) = self.inner.blobs.get(&key, MAX_SMALL)? else {
+            return Ok(false);
+        };
+        let marker: Marker = serde_json::from_slice(&bytes)
+            .map_err(|e| self.bad(&key, &FormatError::new("store marker", e.to_string())))?;
+        if marker.format != 1 {
+            let what = format!("the store's format is {}, known is 1", marker.format);
+            return Err(self.bad(&key, &FormatError::newer("store marker", what)));
+        }
+        if let Some(unknown) = marker.incompat.first() {
+            let what = format!("the store uses the feature {unknown:?}");
+            return Err(self.bad(&key, &FormatError::newer("store marker", what)));
+        }
+        let _ = self.inner.known.set(());
+        Ok(true)
+    }
+
+    /// Makes the store one if it is none yet.
+    fn ensure_marker(&self) -> Result<()> {
+        if self.check_marker()? {
+            return Ok(());
+        }
+        let marker = serde_json::to_vec(&Marker {
+            format: 1,
+            incompat: Vec::new(),
+        })
+        .unwrap_or_default();
+        match self
+            .inner
+            .blobs
+            .put(&Key::marker(), &marker, PutMode::IfAbsent)?
+        {
+            PutOutcome::Created => Ok(()),
+            PutOutcome::Exists => self.check_marker().map(|_| ()),
+        }
+    }
+
+    fn bad(&self, key: &Key, error: &FormatError) -> StoreError {
+        StoreError::format(&self.inner.url, key.as_str(), error)
+    }
+
+    fn missing(&self, key: &Key) -> StoreError {
+        StoreError::Missing {
+            store: self.inner.url.clone(),
+            key: key.as_str().to_owned(),
+        }
+    }
+
+    fn corrupt(&self, key: &Key, what: impl Into<String>) -> StoreError {
+        StoreError::Corrupt {
+            store: self.inner.url.clone(),
+            key: key.as_str().to_owned(),
+            range: None,
+            what: what.into(),
+        }
+    }
+
+    /// Digest of the manifest that a version is published as.
+    ///
+    /// # Errors
+    /// [`StoreError::UnknownReference`] if there is no such version.
+    pub fn resolve(&self, reference: &Reference) -> Result<Digest> {
+        self.check_marker()?;
+        self.read_ref(reference)?
+            .ok_or_else(|| StoreError::UnknownReference {
+                reference: reference.clone(),
+                store: self.inner.url.clone(),
+            })
+    }
+
+    fn read_ref(&self, reference: &Reference) -> Result<Option<Digest>> {
+        let key = Key::reference(reference);
+        let Some(bytes) = self.inner.blobs.get(&key, MAX_SMALL)? else {
+            return Ok(None);
+        };
+        let object: RefObject = serde_json::from_slice(&bytes)
+            .map_err(|e| self.bad(&key, &FormatError::new("reference", e.to_string())))?;
+        if object.format != 1 {
+            let what = format!("its format is {}, known is 1", object.format);
+            return Err(self.bad(&key, &FormatError::newer("reference", what)));
+        }
+        Ok(Some(object.manifest))
+    }
+
+    /// The manifest with this digest, verified.
+    ///
+    /// # Errors
+    /// [`StoreError::Missing`], or [`StoreError::Corrupt`] if its bytes are not those of `digest`.
+    pub fn manifest(&self, digest: &Digest) -> Result<Manifest> {
+        self.check_marker()?;
+        let key = Key::manifest(digest);
+        let bytes = self
+            .inner
+            .blobs
+            .get(&key, MAX_MANIFEST_BYTES)?
+            .ok_or_else(|| self.missing(&key))?;
+        if &Digest::of(&bytes) != digest {
+            return Err(self.corrupt(&key, format!("its digest is {}", Digest::of(&bytes))));
+        }
+        Manifest::from_bytes(&bytes).map_err(|e| self.bad(&key, &e))
+    }
+
+    /// Resolves a reference and reads its manifest.
+    ///
+    /// # Errors
+    /// As [`LayerStore::resolve`] and [`LayerStore::manifest`]; [`StoreError::Corrupt`] if the
+    /// manifest is for another reference.
+    pub fn load(&self, reference: &Reference) -> Result<(Digest, Manifest)> {
+        let digest = self.resolve(reference)?;
+        let manifest = self.manifest(&digest)?;
+        if &manifest.reference() != reference {
+            let what = format!("it names the manifest of {}", manifest.reference());
+            return Err(self.corrupt(&Key::reference(reference), what));
+        }
+        Ok((digest, manifest))
+    }
+
+    /// A layer's metadata image: raw bytes, verified.
+    ///
+    /// # Errors
+    /// [`StoreError::Missing`] or [`StoreError::Corrupt`].
+    pub fn meta(&self, manifest: &Manifest) -> Result<Vec<u8>> {
+        self.object(&Key::meta(&manifest.meta.digest), &manifest.meta)
+    }
+
+    /// A layer's map, verified.
+    ///
+    /// # Errors
+    /// [`StoreError::Missing`] or [`StoreError::Corrupt`].
+    pub fn map(&self, manifest: &Manifest) -> Result<LayerMap> {
+        let key = Key::map(&manifest.map.digest);
+        let bytes = self.object(&key, &manifest.map)?;
+        let map = LayerMap::parse(&bytes).map_err(|e| self.bad(&key, &e))?;
+        if map.data_size() != manifest.data_size {
+            let what = format!(
+                "its data size is {}, the manifest says {}",
+                map.data_size(),
+                manifest.data_size
+            );
+            return Err(self.corrupt(&key, what));
+        }
+        Ok(map)
+    }
+
+    /// Where the map's extents lie in this store; checked to fit the map.
+    ///
+    /// # Errors
+    /// [`StoreError::Missing`] or [`StoreError::Corrupt`].
+    pub fn locator(&self, manifest: &Manifest, map: &LayerMap) -> Result<Locator> {
+        self.locator_of(&manifest.map.digest, map)
+    }
+
+    fn locator_of(&self, map_digest: &Digest, map: &LayerMap) -> Result<Locator> {
+        self.check_marker()?;
+        let key = Key::locator(map_digest);
+        let bytes = self
+            .inner
+            .blobs
+            .get(&key, MAX_LOCATOR_BYTES)?
+            .ok_or_else(|| self.missing(&key))?;
+        Locator::parse(&bytes, map_digest, map).map_err(|e| self.bad(&key, &e))
+    }
+
+    /// A compressed object by the digest and size of its raw bytes.
+    fn object(&self, key: &Key, blob: &Blob) -> Result<Vec<u8>> {
+        self.check_marker()?;
+        let stored = self
+            .inner
+            .blobs
+            .get(key, max_stored(blob.size))?
+            .ok_or_else(|| self.missing(key))?;
+        let raw = decompress_object(&stored, blob.size).map_err(|e| self.bad(key, &e))?;
+        let digest = Digest::of(&raw);
+        if digest != blob.digest {
+            return Err(self.corrupt(key, format!("the digest of its raw bytes is {digest}")));
+        }
+        Ok(raw)
+    }
+
+    /// All published versions, sorted. A reference that cannot be read fails the call: see
+    /// [`LayerStore::entries`] for one that goes on.
+    ///
+    /// # Errors
+    /// If the backend fails or a reference is damaged.
+    pub fn list(&self) -> Result<Vec<(Reference, Digest)>> {
+        self.entries()?
+            .into_iter()
+            .map(|e| Ok((e.reference, e.manifest?)))
+            .collect()
+    }
+
+    /// All published versions, sorted, each with its manifest's digest or its own error. Objects
+    /// under `refs/` that are no references are not listed.
+    ///
+    /// # Errors
+    /// If the list itself cannot be read.
+    pub fn entries(&self) -> Result<Vec<RefEntry>> {
+        self.check_marker()?;
+        let mut entries = Vec::new();
+        for object in self.inner.blobs.list("refs/")? {
+            let Some(reference) = object.key.to_reference() else {
+                continue;
+            };
+            match self.read_ref(&reference) {
+                Ok(None) => {} // removed meanwhile
+                Ok(Some(digest)) => entries.push(RefEntry {
+                    reference,
+                    manifest: Ok(digest),
+                }),
+                Err(error) => entries.push(RefEntry {
+                    reference,
+                    manifest: Err(error),
+                }),
+            }
+        }
+        entries.sort_by(|a, b| a.reference.cmp(&b.reference));
+        Ok(entries)
+    }
+
+    /// Removes a reference. The objects that it named stay until garbage is collected.
+    ///
+    /// # Errors
+    /// [`StoreError::UnknownReference`] if there is no such version.
+    pub fn remove(&self, reference: &Reference) -> Result<()> {
+        self.check_marker()?;
+        if self.inner.blobs.delete(&Key::reference(reference))? {
+            Ok(())
+        } else {
+            Err(StoreError::UnknownReference {
+                reference: reference.clone(),
+                store: self.inner.url.clone(),
+            })
+        }
+    }
+
+    /// Begins to write a layer.
+    ///
+    /// # Errors
+    /// If the options are not allowed or the store's index cannot be read.
+    pub fn writer(&self, options: WriterOptions) -> Result<LayerWriter> {
+        LayerWriter::new(self.clone(), options)
+    }
+}
+
+/// Largest stored size of an object whose raw size is `raw`: what zstd may add, and room for
+/// frame headers.
+const fn max_stored(raw: u64) -> u64 {
+    raw.saturating_add(raw >> 7).saturating_add(64 << 10)
+}
