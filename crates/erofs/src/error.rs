@@ -104,10 +104,16 @@ impl Error {
         offset: u64,
         reason: impl Into<String>,
     ) -> Self {
-        Self::Corrupt { object: object.into(), offset, reason: reason.into() }
+        Self::Corrupt {
+            object: object.into(),
+            offset,
+            reason: reason.into(),
+        }
     }
 
     pub(crate) fn unsupported(reason: impl Into<String>) -> Self {
-        Self::Unsupported { reason: reason.into() }
+        Self::Unsupported {
+            reason: reason.into(),
+        }
     }
 }

@@ -255,7 +255,9 @@ impl FileType {
 /// Superblock checksum: crc32c over the rest of the first block with the checksum field zero,
 /// without the final inversion.
 pub(crate) fn checksum(first_block: &[u8]) -> Option<u32> {
-    let (head, rest) = first_block.get(SUPERBLOCK_OFFSET..BLOCK)?.split_at_checked(4)?;
+    let (head, rest) = first_block
+        .get(SUPERBLOCK_OFFSET..BLOCK)?
+        .split_at_checked(4)?;
     let crc = crc32c::crc32c_append(crc32c::crc32c(head), &[0; 4]);
     Some(!crc32c::crc32c_append(crc, rest.get(4..)?))
 }

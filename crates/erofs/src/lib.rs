@@ -12,15 +12,23 @@
 //!   hostile: it returns errors, never panics, and works in bounded time and memory.
 //! * [`check`]: lists every contradiction in an image.
 
+mod budget;
+mod check;
 mod error;
 mod format;
+mod import;
+mod reader;
 mod sparse;
 mod tree;
+mod writer;
 
+pub use check::{MAX_PROBLEMS, Problem, check};
 pub use error::{Error, Result};
 pub use format::{BLOCK_BITS, BLOCK_SIZE, FileType, MAX_CHUNK_BITS};
+pub use reader::{DataExtent, Device, DirEntry, Extents, Image, Inode, Place, ReadDir, Superblock};
 pub use sparse::{SparsePlan, plan_sparse};
 pub use tree::{
     BlockIndex, FileData, FileLayout, MAX_NAME, Metadata, Node, NodeId, NodeKind, Rdev, Timestamp,
     Tree, WalkEntry,
 };
+pub use writer::{ImageInfo, WriteOptions, write_image};

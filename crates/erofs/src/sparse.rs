@@ -32,7 +32,10 @@ pub fn plan_sparse(size: u64, data: &[Range<u64>]) -> SparsePlan {
     let mut best = (u64::MAX, most);
     for bits in (least..=most).rev() {
         let blocks = count_blocks(size, &data, bits);
-        let cost = size.div_ceil(1 << bits).saturating_mul(8).saturating_add(blocks);
+        let cost = size
+            .div_ceil(1 << bits)
+            .saturating_mul(8)
+            .saturating_add(blocks);
         if cost < best.0 {
             best = (cost, bits);
         }
@@ -43,14 +46,21 @@ pub fn plan_sparse(size: u64, data: &[Range<u64>]) -> SparsePlan {
     let mut next = 0;
     for range in &data {
         for chunk in range.start >> chunk_bits..=(range.end - 1) >> chunk_bits {
-            let slot = usize::try_from(chunk).ok().and_then(|chunk| slots.get_mut(chunk));
+            let slot = usize::try_from(chunk)
+                .ok()
+                .and_then(|chunk| slots.get_mut(chunk));
             if let Some(slot @ &mut HOLE) = slot {
                 *slot = next;
                 next += 1;
             }
         }
     }
-    SparsePlan { size, chunk_bits, slots, blocks: count_blocks(size, &data, chunk_bits) }
+    SparsePlan {
+        size,
+        chunk_bits,
+        slots,
+        blocks: count_blocks(size, &data, chunk_bits),
+    }
 }
 
 impl SparsePlan {
@@ -92,7 +102,10 @@ impl SparsePlan {
             HOLE => Some(None),
             slot => BlockIndex::new(start.get() + u64::from(slot) * per_chunk).map(Some),
         });
-        Some(FileLayout::Chunked { chunk_bits: self.chunk_bits, chunks: chunks.collect::<Option<_>>()? })
+        Some(FileLayout::Chunked {
+            chunk_bits: self.chunk_bits,
+            chunks: chunks.collect::<Option<_>>()?,
+        })
     }
 }
 
@@ -105,7 +118,9 @@ fn bits_for(size: u64) -> (u8, u8) {
 
 /// The chunk size that holds a file of `size` bytes in one chunk, or the largest there is.
 pub(crate) fn chunk_bits_for(size: u64) -> u8 {
-    (BLOCK_BITS..MAX_CHUNK_BITS).find(|bits| size <= 1 << bits).unwrap_or(MAX_CHUNK_BITS)
+    (BLOCK_BITS..MAX_CHUNK_BITS)
+        .find(|bits| size <= 1 << bits)
+        .unwrap_or(MAX_CHUNK_BITS)
 }
 
 fn normalise(size: u64, data: &[Range<u64>]) -> Vec<Range<u64>> {

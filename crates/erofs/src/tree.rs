@@ -90,7 +90,10 @@ pub struct FileData {
 impl FileData {
     /// A file without bytes.
     pub fn empty() -> Self {
-        Self { size: 0, layout: FileLayout::Empty }
+        Self {
+            size: 0,
+            layout: FileLayout::Empty,
+        }
     }
 }
 
@@ -216,7 +219,12 @@ impl Tree {
     /// A tree with nothing but its root directory.
     pub fn new(root: Metadata) -> Self {
         Self {
-            nodes: vec![Node { metadata: root, kind: NodeKind::Directory, links: 2, first: NIL }],
+            nodes: vec![Node {
+                metadata: root,
+                kind: NodeKind::Directory,
+                links: 2,
+                first: NIL,
+            }],
             entries: Vec::new(),
             free_entries: Vec::new(),
             names: Vec::new(),
@@ -271,12 +279,22 @@ impl Tree {
     ) -> Result<NodeId> {
         let id = match u32::try_from(self.nodes.len()) {
             Ok(id) if id != NIL => NodeId(id),
-            _ => return Err(Error::TooLarge { what: "inodes", limit: u64::from(NIL) }),
+            _ => {
+                return Err(Error::TooLarge {
+                    what: "inodes",
+                    limit: u64::from(NIL),
+                });
+            }
         };
         let is_dir = kind.is_dir();
         self.add_entry(parent, name, id)?;
         let links = if is_dir { 2 } else { 1 };
-        self.nodes.push(Node { metadata, kind, links, first: NIL });
+        self.nodes.push(Node {
+            metadata,
+            kind,
+            links,
+            first: NIL,
+        });
         self.live += 1;
         if is_dir {
             let up = &mut self.nodes[parent.index()].links;
@@ -293,15 +311,19 @@ impl Tree {
     pub fn link(&mut self, parent: NodeId, name: &[u8], target: NodeId) -> Result<()> {
         let node = &self.nodes[target.index()];
         if node.kind.is_dir() {
-            return Err(Error::DirectoryLink { name: name.to_vec() });
+            return Err(Error::DirectoryLink {
+                name: name.to_vec(),
+            });
         }
         if node.links == 0 {
-            return Err(Error::NotFound { name: name.to_vec() });
+            return Err(Error::NotFound {
+                name: name.to_vec(),
+            });
         }
-        let links = node
-            .links
-            .checked_add(1)
-            .ok_or(Error::TooLarge { what: "links of one inode", limit: u64::from(u32::MAX) })?;
+        let links = node.links.checked_add(1).ok_or(Error::TooLarge {
+            what: "links of one inode",
+            limit: u64::from(u32::MAX),
+        })?;
         self.add_entry(parent, name, target)?;
         self.nodes[target.index()].links = links;
         Ok(())
@@ -312,9 +334,9 @@ impl Tree {
     /// # Errors
     /// [`Error::NotFound`] if there is no such name.
     pub fn remove(&mut self, parent: NodeId, name: &[u8]) -> Result<()> {
-        let first = self
-            .find(parent, name)
-            .ok_or_else(|| Error::NotFound { name: name.to_vec() })?;
+        let first = self.find(parent, name).ok_or_else(|| Error::NotFound {
+            name: name.to_vec(),
+        })?;
         let mut doomed = vec![first];
         while let Some(index) = doomed.pop() {
             let entry = self.entries[index as usize];
@@ -336,7 +358,8 @@ impl Tree {
 
     /// The inode under `name` in `parent`.
     pub fn child(&self, parent: NodeId, name: &[u8]) -> Option<NodeId> {
-        self.find(parent, name).map(|index| NodeId(self.entries[index as usize].node))
+        self.find(parent, name)
+            .map(|index| NodeId(self.entries[index as usize].node))
     }
 
     /// Entries of a directory in order of their name bytes; nothing for anything else.
@@ -368,19 +391,39 @@ impl Tree {
     /// Every name in the tree, each directory before its entries, entries in order of their
     /// name bytes; the root first.
     pub fn walk(&self) -> impl Iterator<Item = WalkEntry> {
-        let mut stack = vec![(Vec::new(), NodeId::ROOT, NodeId::ROOT)];
+        // For each open directory: what is left of it, and the length of its own path.
+        let mut stack: Vec<(NodeId, std::vec::IntoIter<u32>, usize)> = Vec::new();
+        let mut path: Vec<u8> = Vec::new();
+        let mut started = false;
         std::iter::from_fn(move || {
-            let (path, parent, id) = stack.pop()?;
-            for (name, child) in self.children(id).rev() {
-                let mut below: Vec<u8> = Vec::with_capacity(path.len() + 1 + name.len());
-                if !path.is_empty() {
-                    below.extend_from_slice(&path);
-                    below.push(b'/');
+            let (parent, id) = if started {
+                loop {
+                    let (directory, left, len) = stack.last_mut()?;
+                    path.truncate(*len);
+                    if let Some(index) = left.next() {
+                        let (name, child) = self.entry(index);
+                        if !path.is_empty() {
+                            path.push(b'/');
+                        }
+                        path.extend_from_slice(name);
+                        break (*directory, child);
+                    }
+                    stack.pop();
                 }
-                below.extend_from_slice(name);
-                stack.push((below, id, child));
+            } else {
+                started = true;
+                (NodeId::ROOT, NodeId::ROOT)
+            };
+            if !self.is_childless(id) {
+                let mut list = Vec::new();
+                self.sorted_entries(id, &mut list);
+                stack.push((id, list.into_iter(), path.len()));
             }
-            Some(WalkEntry { path, parent, id })
+            Some(WalkEntry {
+                path: path.clone(),
+                parent,
+                id,
+            })
         })
     }
 
@@ -394,7 +437,8 @@ impl Tree {
         }
         // The list is newest first, so an input that came sorted is one reversed run.
         out[start..].sort_by(|a, b| {
-            self.name_of(&self.entries[*a as usize]).cmp(self.name_of(&self.entries[*b as usize]))
+            self.name_of(&self.entries[*a as usize])
+                .cmp(self.name_of(&self.entries[*b as usize]))
         });
     }
 
@@ -410,7 +454,10 @@ impl Tree {
 
     /// Some path of an inode, for messages.
     pub(crate) fn some_path(&self, id: NodeId) -> Vec<u8> {
-        self.walk().find(|entry| entry.id == id).map(|entry| entry.path).unwrap_or_default()
+        self.walk()
+            .find(|entry| entry.id == id)
+            .map(|entry| entry.path)
+            .unwrap_or_default()
     }
 
     fn name_of(&self, entry: &Entry) -> &[u8] {
@@ -431,26 +478,46 @@ impl Tree {
     fn add_entry(&mut self, parent: NodeId, name: &[u8], node: NodeId) -> Result<()> {
         let len = check_name(name)?;
         if !self.nodes[parent.index()].kind.is_dir() {
-            return Err(Error::NotADirectory { name: name.to_vec() });
+            return Err(Error::NotADirectory {
+                name: name.to_vec(),
+            });
         }
         if parent != NodeId::ROOT && self.nodes[parent.index()].links == 0 {
-            return Err(Error::NotFound { name: name.to_vec() });
+            return Err(Error::NotFound {
+                name: name.to_vec(),
+            });
         }
         if self.find(parent, name).is_some() {
-            return Err(Error::Exists { name: name.to_vec() });
+            return Err(Error::Exists {
+                name: name.to_vec(),
+            });
         }
-        let start = u32::try_from(self.names.len())
-            .map_err(|_| Error::TooLarge { what: "bytes of names", limit: 1 << 32 })?;
+        let start = u32::try_from(self.names.len()).map_err(|_| Error::TooLarge {
+            what: "bytes of names",
+            limit: 1 << 32,
+        })?;
         let head = self.nodes[parent.index()].first;
-        let entry = Entry { parent: parent.0, node: node.0, name: start, len, prev: NIL, next: head };
+        let entry = Entry {
+            parent: parent.0,
+            node: node.0,
+            name: start,
+            len,
+            prev: NIL,
+            next: head,
+        };
         let index = match self.free_entries.pop() {
             Some(index) => {
                 self.entries[index as usize] = entry;
                 index
             }
             None => {
-                let index = u32::try_from(self.entries.len()).ok().filter(|index| *index != NIL);
-                let index = index.ok_or(Error::TooLarge { what: "names", limit: u64::from(NIL) })?;
+                let index = u32::try_from(self.entries.len())
+                    .ok()
+                    .filter(|index| *index != NIL);
+                let index = index.ok_or(Error::TooLarge {
+                    what: "names",
+                    limit: u64::from(NIL),
+                })?;
                 self.entries.push(entry);
                 index
             }
@@ -488,7 +555,11 @@ impl Tree {
 
     fn drop_link(&mut self, id: NodeId) {
         let node = &mut self.nodes[id.index()];
-        node.links = if node.kind.is_dir() { 0 } else { node.links.saturating_sub(1) };
+        node.links = if node.kind.is_dir() {
+            0
+        } else {
+            node.links.saturating_sub(1)
+        };
         if node.links == 0 {
             node.metadata.xattrs = BTreeMap::new();
             if !node.kind.is_dir() {
@@ -501,7 +572,12 @@ impl Tree {
 
 /// Refuses what cannot be a directory entry; returns the length.
 pub(crate) fn check_name(name: &[u8]) -> Result<u8> {
-    let invalid = |reason| Err(Error::InvalidName { name: name.to_vec(), reason });
+    let invalid = |reason| {
+        Err(Error::InvalidName {
+            name: name.to_vec(),
+            reason,
+        })
+    };
     match name {
         b"" => return invalid("empty"),
         b"." | b".." => return invalid("every directory has it already"),
