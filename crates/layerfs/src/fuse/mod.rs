@@ -19,7 +19,7 @@
 mod abi;
 mod channel;
 mod dispatch;
-mod pool;
+
 mod session;
 
 pub use channel::ReplyBuf;

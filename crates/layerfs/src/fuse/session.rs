@@ -12,8 +12,9 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::abi::{self, InHeader, InitIn, InitOut, init};
 use super::channel::{Channel, Ended, Reply, ReplyBuf};
-use super::pool::Pool;
+
 use super::{BlobSource, dispatch};
+use crate::pool::Pool;
 use crate::sync::{AtomicU64, Condvar, Mutex, Ordering};
 
 /// Limits of a [`Session`].

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::sync::{Condvar, Mutex};
 
-/// Work for the pool. Must not panic across (a panic is caught, and the job's [`super::channel::Reply`]
+/// Work for the pool. Must not panic across (a panic is caught, and the job's reply
 /// answers EIO).
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
 

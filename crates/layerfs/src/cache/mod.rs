@@ -1,0 +1,294 @@
+//! The node's copy of one layer's data: a sparse file and a presence bit for each extent.
+//!
+//! Invariants, in the order in which they are kept:
+//!
+//! 1. A bit is set only after all bytes of its extent are in the file. So whoever sees the bit
+//!    reads the extent's verified bytes, never a hole.
+//! 2. A bit reaches the file `present` after the extent's bytes were handed to the same
+//!    kernel's page cache, so the file is right whenever this process dies. It says under which
+//!    boot it was written, and is believed under that boot only.
+//! 3. `present.synced` is replaced, atomically, by what was set before an `fdatasync` of the
+//!    data; it is believed after any crash.
+//! 4. When the kernel reports that it lost data (`fdatasync` fails), every bit set since the
+//!    last checkpoint is taken back.
+//!
+//! The file is never mapped: on a full disk a mapped write kills the process, a written one
+//! returns an error, and then the bytes are handed through without being kept.
+
+mod bits;
+
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use crate::error::{IoContext, LayerfsError, Result};
+use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering};
+
+pub use bits::BootId;
+use bits::{Identity, PresenceFile};
+
+/// Name of the sparse file in a layer's cache directory.
+pub(crate) const DATA: &str = "data";
+const PRESENT: &str = "present";
+const SYNCED: &str = "present.synced";
+const BITS: usize = 64;
+
+/// The cached bytes of one layer. Safe to use from many threads; only one instance may exist
+/// for a directory (the node's lock sees to that).
+#[derive(Debug)]
+pub struct BlobCache {
+    dir: PathBuf,
+    data: fs_err::File,
+    size: u64,
+    identity: Identity,
+    words: Vec<AtomicU64>,
+    extents: u64,
+    /// The live presence file; `None` after it could not be written: bits are then kept in
+    /// memory only.
+    live: Mutex<Option<PresenceFile>>,
+    /// Bits of the last checkpoint.
+    synced: Mutex<Vec<u64>>,
+    dirty: AtomicBool,
+    written: AtomicU64,
+}
+
+impl BlobCache {
+    /// Opens or creates the cache in `dir` for a blob of `size` bytes in `extents` extents.
+    /// `content` names the blob (the digest of its map); bits of any other content are dropped.
+    ///
+    /// # Errors
+    /// When the files cannot be created or read. Damaged presence files are no error: they are
+    /// dropped, and what they said is fetched again.
+    pub fn open(
+        dir: &Path,
+        content: &[u8; 32],
+        size: u64,
+        extents: u64,
+        boot: BootId,
+    ) -> Result<Self> {
+        let path = dir.join(DATA);
+        let data = fs_err::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path)
+            .at("open the cache file", &path)?;
+        let found = data.metadata().at("stat", &path)?;
+        let whole = found.len() == size;
+        if !whole {
+            // Cut to nothing first, so that no byte of another content stays.
+            data.set_len(0)
+                .and_then(|()| data.set_len(size))
+                .at("size the cache file", &path)?;
+        }
+        let identity = Identity {
+            content: *content,
+            extents,
+            data_inode: found.ino(),
+            boot,
+        };
+        let word_count =
+            usize::try_from(extents.div_ceil(BITS as u64)).map_err(|_| LayerfsError::Unusable {
+                path: path.clone(),
+                what: format!("{extents} extents are more than this machine can address"),
+            })?;
+        let synced_path = dir.join(SYNCED);
+        let live_path = dir.join(PRESENT);
+        let empty = vec![0_u64; word_count];
+        let (synced, bits) = if whole {
+            let synced = bits::load_synced(&synced_path, &identity, word_count);
+            let live = bits::load_live(&live_path, &identity, word_count);
+            let synced = synced.unwrap_or_else(|| empty.clone());
+            let bits = live.unwrap_or_else(|| synced.clone());
+            (synced, bits)
+        } else {
+            // Both files speak of data that is gone.
+            bits::remove(&live_path)?;
+            bits::remove(&synced_path)?;
+            (empty.clone(), empty)
+        };
+        let dirty = bits != synced;
+        let live = match PresenceFile::create(dir, &live_path, &identity, &bits) {
+            Ok(file) => Some(file),
+            Err(e) => {
+                // The old file may still be there and would be believed later although bits
+                // may be taken back meanwhile.
+                bits::remove(&live_path)?;
+                tracing::warn!(path = %live_path.display(), error = %e,
+                    "presence cannot be recorded; this layer's cache lasts only until restart");
+                None
+            }
+        };
+        Ok(Self {
+            dir: dir.to_path_buf(),
+            data,
+            size,
+            identity,
+            words: bits.into_iter().map(AtomicU64::new).collect(),
+            extents,
+            live: Mutex::new(live),
+            synced: Mutex::new(synced),
+            dirty: AtomicBool::new(dirty),
+            written: AtomicU64::new(0),
+        })
+    }
+
+    /// Size of the blob in bytes.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Number of extents.
+    #[must_use]
+    pub fn extents(&self) -> u64 {
+        self.extents
+    }
+
+    /// Bytes written to the cache file since it was opened.
+    #[must_use]
+    pub fn written_bytes(&self) -> u64 {
+        self.written.load(Ordering::Relaxed)
+    }
+
+    /// Whether extent `index` is here. Numbers beyond the last extent are not.
+    #[must_use]
+    pub fn has(&self, index: u64) -> bool {
+        let Ok(word) = usize::try_from(index / BITS as u64) else {
+            return false;
+        };
+        self.words
+            .get(word)
+            // Pairs with the release in `mark`: the extent's bytes are in the file.
+            .is_some_and(|w| w.load(Ordering::Acquire) & (1 << (index % BITS as u64)) != 0)
+    }
+
+    /// Stores bytes that were verified. Their extents are not present before [`BlobCache::mark`].
+    ///
+    /// # Errors
+    /// What the write gives, `ENOSPC` first of all. Part of the bytes may then be in the file,
+    /// which does no harm.
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let end = offset.checked_add(bytes.len() as u64);
+        if end.is_none_or(|end| end > self.size) {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("{} bytes at {offset} reach beyond the blob", bytes.len()),
+            ));
+        }
+        self.data.file().write_all_at(bytes, offset)?;
+        self.written
+            .fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Declares extents present whose bytes were all written before. Returns how many were not
+    /// present until now; `each` is called with those.
+    pub fn mark(
+        &self,
+        indices: impl IntoIterator<Item = u64>,
+        mut each: impl FnMut(u64),
+    ) {
+        let mut changed: Vec<usize> = Vec::new();
+        for index in indices {
+            if index >= self.extents {
+                continue;
+            }
+            let Ok(word) = usize::try_from(index / BITS as u64) else {
+                continue;
+            };
+            let Some(slot) = self.words.get(word) else {
+                continue;
+            };
+            let bit = 1_u64 << (index % BITS as u64);
+            if slot.fetch_or(bit, Ordering::AcqRel) & bit == 0 {
+                each(index);
+                if changed.last() != Some(&word) {
+                    changed.push(word);
+                }
+            }
+        }
+        if changed.is_empty() {
+            return;
+        }
+        self.dirty.store(true, Ordering::Release);
+        let mut live = self.live.lock();
+        if let Some(file) = live.as_ref() {
+            // Loaded under the lock, so that a word in the file never goes back in time.
+            let result = changed.iter().try_for_each(|word| {
+                let bits = self.words.get(*word).map_or(0, |w| w.load(Ordering::Acquire));
+                file.set_word(*word, bits)
+            });
+            if let Err(e) = result {
+                tracing::warn!(dir = %self.dir.display(), error = %e,
+                    "presence cannot be recorded; what is fetched now is fetched again after a restart");
+                *live = None;
+            }
+        }
+    }
+
+    /// Reads bytes whose extents are all present (gaps between extents read as zeros).
+    ///
+    /// # Errors
+    /// What the read gives; a file shorter than the blob is an error, never zeros.
+    pub fn read(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.data.file().read_exact_at(buf, offset)
+    }
+
+    /// Makes everything present survive a crash of the machine, if anything changed since the
+    /// last time.
+    ///
+    /// # Errors
+    /// When syncing fails. If it was the data that could not be synced, every extent that came
+    /// since the last checkpoint is no longer present.
+    pub fn checkpoint(&self) -> Result<()> {
+        let mut synced = self.synced.lock();
+        if !self.dirty.swap(false, Ordering::AcqRel) {
+            return Ok(());
+        }
+        let bits: Vec<u64> = self
+            .words
+            .iter()
+            .map(|w| w.load(Ordering::Acquire))
+            .collect();
+        let path = self.dir.join(DATA);
+        if let Err(e) = rustix::fs::fdatasync(self.data.file()) {
+            self.take_back(&synced);
+            return Err(e).at("sync", &path);
+        }
+        let stored = bits::store_synced(&self.dir, &self.dir.join(SYNCED), &self.identity, &bits);
+        if stored.is_err() {
+            self.dirty.store(true, Ordering::Release);
+        }
+        stored?;
+        *synced = bits;
+        Ok(())
+    }
+
+    /// The kernel lost written data: believe only what was synced before.
+    fn take_back(&self, synced: &[u64]) {
+        let mut live = self.live.lock();
+        for (word, keep) in self.words.iter().zip(synced) {
+            word.fetch_and(*keep, Ordering::AcqRel);
+        }
+        let path = self.dir.join(PRESENT);
+        *live = PresenceFile::create(&self.dir, &path, &self.identity, synced)
+            .inspect_err(|e| tracing::error!(error = %e, "presence cannot be taken back on disk"))
+            .ok();
+        if live.is_none()
+            && let Err(e) = bits::remove(&path)
+        {
+            tracing::error!(error = %e, "a stale presence file stays behind");
+        }
+        tracing::error!(dir = %self.dir.display(), "the kernel lost cached data; it is fetched again");
+    }
+}
+
+impl Drop for BlobCache {
+    fn drop(&mut self) {
+        if let Err(e) = self.checkpoint() {
+            tracing::warn!(dir = %self.dir.display(), error = %e, "cache was not synced at its end");
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! Single flight: one fetch of a frame however many readers want it.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::ReadError;
+use crate::sync::{Condvar, Mutex};
+
+/// How a flight ended.
+#[derive(Debug, Clone)]
+pub(super) enum Outcome {
+    /// All extents of the frame are in the cache.
+    Stored,
+    /// All extents of the frame were verified, but the cache did not take them all.
+    Passed(Arc<Vec<u8>>),
+    /// The locator was replaced: ask again.
+    Moved,
+    /// No bytes.
+    Failed(Arc<ReadError>),
+}
+
+/// One fetch under way.
+#[derive(Debug, Default)]
+pub(super) struct Flight {
+    outcome: Mutex<Option<Outcome>>,
+    landed: Condvar,
+}
+
+impl Flight {
+    /// Waits for the end; `None` when the deadline passes first.
+    pub(super) fn wait(&self, deadline: Instant) -> Option<Outcome> {
+        let mut outcome = self.outcome.lock();
+        loop {
+            if let Some(outcome) = outcome.as_ref() {
+                return Some(outcome.clone());
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return None;
+            }
+            outcome = self.landed.wait_timeout(outcome, left);
+        }
+    }
+}
+
+/// Frame within one generation of the locator.
+type FlightKey = (u64, u32);
+
+/// Flights of one blob.
+#[derive(Debug, Default)]
+pub(super) struct Flights(Mutex<HashMap<FlightKey, Arc<Flight>>>);
+
+/// What a reader has to do about the frames it wants.
+#[derive(Debug)]
+pub(super) struct Claim {
+    /// To be fetched by this reader's call.
+    pub(super) ours: Vec<(u32, Arc<Flight>)>,
+    /// To be waited for, `ours` included.
+    pub(super) all: Vec<(u32, Arc<Flight>)>,
+}
+
+impl Flights {
+    /// Joins the flights of `frames`, and opens those that nobody has under way. Frames that
+    /// `present` says landed since the caller looked are left out.
+    pub(super) fn claim(
+        &self,
+        generation: u64,
+        frames: &[u32],
+        present: impl Fn(u32) -> bool,
+    ) -> Claim {
+        let mut claim = Claim {
+            ours: Vec::new(),
+            all: Vec::with_capacity(frames.len()),
+        };
+        let mut flights = self.0.lock();
+        for frame in frames {
+            if let Some(flight) = flights.get(&(generation, *frame)) {
+                claim.all.push((*frame, Arc::clone(flight)));
+                continue;
+            }
+            // A flight leaves the table only after its extents are marked. So with the table
+            // locked, "no flight" and "not present" together mean that nobody fetches it.
+            if present(*frame) {
+                continue;
+            }
+            let flight = Arc::new(Flight::default());
+            flights.insert((generation, *frame), Arc::clone(&flight));
+            claim.ours.push((*frame, Arc::clone(&flight)));
+            claim.all.push((*frame, flight));
+        }
+        claim
+    }
+
+    /// Ends a flight: tells everybody who waits and takes it out of the table.
+    pub(super) fn land(&self, generation: u64, frame: u32, flight: &Flight, outcome: Outcome) {
+        *flight.outcome.lock() = Some(outcome);
+        flight.landed.notify_all();
+        self.0.lock().remove(&(generation, frame));
+    }
+
+    /// Flights under way.
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.0.lock().len()
+    }
+}

@@ -1,0 +1,275 @@
+//! The fetching side: takes claimed frames to the store and lands their flights.
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use layerpack_store::{Digest, LayerStore};
+
+use super::flight::{Flight, Outcome};
+use super::{Blob, ReadError, Source};
+use crate::sync::Ordering;
+
+/// Shortest time between two looks for a newer locator of a blob.
+const REFRESH_PAUSE: Duration = Duration::from_secs(5);
+
+/// Frames to fetch, with the duty to land their flights: whatever is left when it is dropped
+/// (queue closed, panic) fails, and nobody waits for ever.
+struct Batch {
+    blob: Arc<Blob>,
+    source: Source,
+    frames: Vec<(u32, Arc<Flight>)>,
+}
+
+impl Batch {
+    /// Takes a flight out of the batch and ends it.
+    fn land(&mut self, frame: u32, outcome: Outcome) {
+        if let Some(at) = self.frames.iter().position(|(number, _)| *number == frame) {
+            let (_, flight) = self.frames.swap_remove(at);
+            self.blob
+                .flights
+                .land(self.source.generation, frame, &flight, outcome);
+        }
+    }
+
+    fn land_rest(&mut self, outcome: &Outcome) {
+        for (frame, flight) in std::mem::take(&mut self.frames) {
+            self.blob
+                .flights
+                .land(self.source.generation, frame, &flight, outcome.clone());
+        }
+    }
+}
+
+impl Drop for Batch {
+    fn drop(&mut self) {
+        self.land_rest(&Outcome::Failed(Arc::new(ReadError::Abandoned)));
+    }
+}
+
+/// Queues the fetch of claimed frames, in batches of neighbours.
+pub(super) fn submit(blob: &Arc<Blob>, source: &Source, mut claimed: Vec<(u32, Arc<Flight>)>) {
+    if claimed.is_empty() {
+        return;
+    }
+    let frames = source.locator.frames();
+    let place = |frame: u32| {
+        usize::try_from(frame)
+            .ok()
+            .and_then(|i| frames.get(i))
+            .map_or((u32::MAX, 0, 0), |f| {
+                (f.pack, f.offset, u64::from(f.stored_len))
+            })
+    };
+    claimed.sort_by_key(|(frame, _)| place(*frame));
+    let limit = blob.fetcher.config.batch_bytes;
+    let mut batches: Vec<Batch> = Vec::new();
+    let mut bytes = 0_u64;
+    for (frame, flight) in claimed {
+        let (_, _, len) = place(frame);
+        let joins = bytes.saturating_add(len) <= limit;
+        match batches.last_mut() {
+            Some(batch) if joins => batch.frames.push((frame, flight)),
+            _ => {
+                bytes = 0;
+                batches.push(Batch {
+                    blob: Arc::clone(blob),
+                    source: source.clone(),
+                    frames: vec![(frame, flight)],
+                });
+            }
+        }
+        bytes += len;
+    }
+    for batch in batches {
+        // A pool that is closed hands the job back; dropping it fails its flights.
+        drop(blob.fetcher.pool.submit(Box::new(move || run(batch))));
+    }
+}
+
+/// Fetches one batch.
+fn run(mut batch: Batch) {
+    let blob = Arc::clone(&batch.blob);
+    let store = match blob.store() {
+        Ok(store) => store,
+        Err(e) => return batch.land_rest(&Outcome::Failed(Arc::new(e))),
+    };
+    let wanted: Vec<u32> = batch.frames.iter().map(|(frame, _)| *frame).collect();
+    let locator = Arc::clone(&batch.source.locator);
+    let result = store.read_frames(&locator, &wanted, &mut |frame, bytes| {
+        let outcome = blob.keep(&batch.source, frame, bytes);
+        batch.land(frame, outcome);
+        Ok(())
+    });
+    match result {
+        Ok(stats) => {
+            let counters = &blob.counters;
+            counters
+                .fetched_stored
+                .fetch_add(stats.bytes, Ordering::Relaxed);
+            counters
+                .requests
+                .fetch_add(stats.requests, Ordering::Relaxed);
+            batch.land_rest(&Outcome::Failed(Arc::new(ReadError::Abandoned)));
+        }
+        Err(e) => {
+            let outcome = if e.is_damage() && blob.refresh(&batch.source, &store) {
+                Outcome::Moved
+            } else {
+                Outcome::Failed(Arc::new(ReadError::Store(e)))
+            };
+            batch.land_rest(&outcome);
+        }
+    }
+}
+
+impl Blob {
+    /// The store, opened now if it was not yet.
+    fn store(&self) -> Result<LayerStore, ReadError> {
+        let mut store = self.store.lock();
+        if let Some(store) = store.as_ref() {
+            return Ok(store.clone());
+        }
+        let opened = (self.open_store)().map_err(|source| ReadError::NoStore {
+            url: self.store_url.clone(),
+            source,
+        })?;
+        *store = Some(opened.clone());
+        Ok(opened)
+    }
+
+    /// Looks whether the store has the layer's frames elsewhere by now (it was published again,
+    /// or repacked). Returns whether another source than `used` is in force.
+    fn refresh(&self, used: &Source, store: &LayerStore) -> bool {
+        let mut refreshed = self.refreshed.lock();
+        if self.source.read().generation != used.generation {
+            return true;
+        }
+        if refreshed.is_some_and(|at| at.elapsed() < REFRESH_PAUSE) {
+            return false;
+        }
+        *refreshed = Some(Instant::now());
+        let locator = match store.locator(&self.manifest, &self.map) {
+            Ok(locator) => locator,
+            Err(e) => {
+                tracing::warn!(layer = %self.layer, error = %e, "no newer locator to be had");
+                return false;
+            }
+        };
+        if locator == *used.locator {
+            return false;
+        }
+        tracing::info!(layer = %self.layer, "the store has the layer's frames elsewhere now");
+        *self.source.write() = Source {
+            generation: used.generation + 1,
+            locator: Arc::new(locator),
+        };
+        true
+    }
+
+    /// Verifies the extents of a frame and stores them.
+    fn keep(&self, source: &Source, frame: u32, bytes: Vec<u8>) -> Outcome {
+        let counters = &self.counters;
+        counters.frames.fetch_add(1, Ordering::Relaxed);
+        counters
+            .fetched_raw
+            .fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        let mut damaged = None;
+        let mut good: Vec<Piece<'_>> = Vec::new();
+        for index in source.locator.extents_of_frame(frame) {
+            let placed = usize::try_from(*index).ok().and_then(|at| {
+                Some((self.map.extents().get(at)?, source.locator.extent(at)?.1))
+            });
+            let Some((extent, start)) = placed else {
+                continue;
+            };
+            let piece = usize::try_from(start)
+                .ok()
+                .zip(usize::try_from(extent.len).ok())
+                .and_then(|(start, len)| bytes.get(start..start.checked_add(len)?))
+                .filter(|piece| Digest::of(piece) == extent.digest);
+            match piece {
+                Some(bytes) => good.push(Piece {
+                    index: u64::from(*index),
+                    offset: extent.data_offset,
+                    bytes,
+                }),
+                None => {
+                    damaged = Some(ReadError::Damaged {
+                        extent: u64::from(*index),
+                        offset: extent.data_offset,
+                    });
+                }
+            }
+        }
+        good.sort_by_key(|piece| piece.index);
+        let stored = self.store_pieces(&good);
+        if let Some(error) = damaged {
+            return Outcome::Failed(Arc::new(error));
+        }
+        match stored {
+            Ok(()) => {
+                self.cache_full.store(false, Ordering::Relaxed);
+                Outcome::Stored
+            }
+            Err(e) => {
+                if !self.cache_full.swap(true, Ordering::Relaxed) {
+                    tracing::warn!(layer = %self.layer, error = %e,
+                        "the node's cache takes nothing more; reads pass through");
+                }
+                Outcome::Passed(Arc::new(bytes))
+            }
+        }
+    }
+
+    /// Writes verified extents and marks those that were written. Runs of extents that follow
+    /// each other in the data are written with one call; nothing but their padding, which is
+    /// zeros by definition, lies between them.
+    fn store_pieces(&self, pieces: &[Piece<'_>]) -> io::Result<()> {
+        let mut run: Vec<u8> = Vec::new();
+        let mut rest = pieces;
+        while let Some(first) = rest.first() {
+            let mut count = 1;
+            let mut previous = first;
+            while let Some(next) = rest.get(count) {
+                let end = previous.offset + previous.bytes.len() as u64;
+                let adjacent = next.index == previous.index + 1
+                    && next.offset.checked_sub(end).is_some_and(|gap| gap < 4096);
+                if !adjacent {
+                    break;
+                }
+                previous = next;
+                count += 1;
+            }
+            let (this, others) = rest.split_at(count);
+            if let [single] = this {
+                self.cache.write(single.offset, single.bytes)?;
+            } else {
+                run.clear();
+                for piece in this {
+                    let start = usize::try_from(piece.offset - first.offset).unwrap_or(0);
+                    run.resize(start, 0);
+                    run.extend_from_slice(piece.bytes);
+                }
+                self.cache.write(first.offset, &run)?;
+            }
+            let extents = self.map.extents();
+            self.cache.mark(this.iter().map(|p| p.index), |index| {
+                let len = usize::try_from(index)
+                    .ok()
+                    .and_then(|i| extents.get(i))
+                    .map_or(0, |e| u64::from(e.len));
+                self.counters.cached.fetch_add(len, Ordering::Relaxed);
+            });
+            rest = others;
+        }
+        Ok(())
+    }
+}
+
+/// One verified extent of a frame.
+struct Piece<'a> {
+    index: u64,
+    offset: u64,
+    bytes: &'a [u8],
+}

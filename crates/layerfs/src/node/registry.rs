@@ -1,0 +1,201 @@
+//! The blob directory: what the kernel sees in `ROOT/blobs`.
+//!
+//! A blob's inode number is made of the first eight bytes of its layer's identity, so that it is
+//! the same in every process that ever serves the mount and always stands for the same bytes.
+//!
+//! A blob leaves the directory only when its layer is unmounted **and** the kernel holds no open
+//! file of it: a sandbox may hold a copy of the mount that nobody told us of.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use layerpack_store::LayerId;
+use rustix::io::Errno;
+
+use crate::fetch::Blob;
+use crate::fuse::{BlobAttr, BlobSource, OpenMode, ReplyBuf};
+use crate::sync::{AtomicBool, AtomicU64, Ordering, RwLock};
+
+#[derive(Debug)]
+pub(super) struct Entry {
+    pub(super) ino: u64,
+    pub(super) blob: Arc<Blob>,
+    opens: AtomicU64,
+    retired: AtomicBool,
+}
+
+impl Entry {
+    pub(super) fn opens(&self) -> u64 {
+        self.opens.load(Ordering::Acquire)
+    }
+
+    fn attr(&self) -> BlobAttr {
+        BlobAttr {
+            ino: self.ino,
+            size: self.blob.map().data_size(),
+            held: self.blob.cached_bytes(),
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Tables {
+    by_ino: HashMap<u64, Arc<Entry>>,
+    by_name: BTreeMap<Vec<u8>, u64>,
+}
+
+#[derive(Debug)]
+pub(super) struct Registry {
+    mode: OpenMode,
+    tables: RwLock<Tables>,
+}
+
+/// Inode number of a layer's blob. 0 and 1 have a meaning of their own.
+fn ino_of(layer: LayerId) -> u64 {
+    let bytes = layer.digest().as_bytes();
+    let first = bytes
+        .first_chunk::<8>()
+        .map_or(0, |b| u64::from_le_bytes(*b));
+    first.max(2)
+}
+
+impl Registry {
+    pub(super) fn new(mode: OpenMode) -> Self {
+        Self {
+            mode,
+            tables: RwLock::new(Tables::default()),
+        }
+    }
+
+    fn entry(&self, ino: u64) -> Option<Arc<Entry>> {
+        self.tables.read().by_ino.get(&ino).map(Arc::clone)
+    }
+
+    /// The blob of a layer, also if it is only still held by some mount.
+    pub(super) fn get(&self, layer: LayerId) -> Option<Arc<Entry>> {
+        self.entry(ino_of(layer))
+            .filter(|entry| entry.blob.layer() == layer)
+    }
+
+    /// Adds a blob. `None` if another layer has its inode number.
+    pub(super) fn add(&self, blob: Arc<Blob>) -> Option<Arc<Entry>> {
+        let layer = blob.layer();
+        let ino = ino_of(layer);
+        let mut tables = self.tables.write();
+        if let Some(entry) = tables.by_ino.get(&ino) {
+            return (entry.blob.layer() == layer).then(|| Arc::clone(entry));
+        }
+        let entry = Arc::new(Entry {
+            ino,
+            blob,
+            opens: AtomicU64::new(0),
+            retired: AtomicBool::new(false),
+        });
+        tables.by_ino.insert(ino, Arc::clone(&entry));
+        tables.by_name.insert(layer.hex().into_bytes(), ino);
+        Some(entry)
+    }
+
+    /// The layer is mounted (again).
+    pub(super) fn revive(&self, layer: LayerId) {
+        if let Some(entry) = self.get(layer) {
+            entry.retired.store(false, Ordering::Release);
+        }
+    }
+
+    /// The layer is no longer mounted: its blob goes once nothing holds it open.
+    pub(super) fn retire(&self, layer: LayerId) {
+        if let Some(entry) = self.get(layer) {
+            entry.retired.store(true, Ordering::Release);
+        }
+    }
+
+    /// Takes out retired blobs that nothing holds open.
+    pub(super) fn reap(&self) -> Vec<Arc<Entry>> {
+        let mut tables = self.tables.write();
+        let gone: Vec<Arc<Entry>> = tables
+            .by_ino
+            .values()
+            .filter(|e| e.retired.load(Ordering::Acquire) && e.opens() == 0)
+            .map(Arc::clone)
+            .collect();
+        for entry in &gone {
+            tables.by_ino.remove(&entry.ino);
+            tables
+                .by_name
+                .remove(entry.blob.layer().hex().as_bytes());
+        }
+        gone
+    }
+
+    /// All entries, in order of their names.
+    pub(super) fn entries(&self) -> Vec<Arc<Entry>> {
+        let tables = self.tables.read();
+        tables
+            .by_name
+            .values()
+            .filter_map(|ino| tables.by_ino.get(ino).map(Arc::clone))
+            .collect()
+    }
+}
+
+impl BlobSource for Registry {
+    fn lookup(&self, name: &[u8]) -> Option<BlobAttr> {
+        let tables = self.tables.read();
+        let ino = tables.by_name.get(name)?;
+        tables.by_ino.get(ino).map(|e| e.attr())
+    }
+
+    fn attr(&self, ino: u64) -> Option<BlobAttr> {
+        self.entry(ino).map(|e| e.attr())
+    }
+
+    fn list(&self) -> Vec<(Vec<u8>, BlobAttr)> {
+        let tables = self.tables.read();
+        tables
+            .by_name
+            .iter()
+            .filter_map(|(name, ino)| Some((name.clone(), tables.by_ino.get(ino)?.attr())))
+            .collect()
+    }
+
+    fn open(&self, ino: u64) -> Result<OpenMode, Errno> {
+        // Counted with the table locked, so that `reap` sees the open or the open finds nothing.
+        let tables = self.tables.read();
+        let entry = tables.by_ino.get(&ino).ok_or(Errno::STALE)?;
+        entry.opens.fetch_add(1, Ordering::AcqRel);
+        Ok(self.mode)
+    }
+
+    fn release(&self, ino: u64) {
+        if let Some(entry) = self.entry(ino) {
+            let _ = entry
+                .opens
+                .fetch_update(Ordering::AcqRel, Ordering::Acquire, |n| n.checked_sub(1));
+        }
+    }
+
+    fn try_read(
+        &self,
+        ino: u64,
+        offset: u64,
+        len: usize,
+        buf: &mut ReplyBuf,
+    ) -> Option<Result<(), Errno>> {
+        match self.entry(ino) {
+            Some(entry) => entry
+                .blob
+                .try_read(offset, len, buf)
+                .map(|result| result.map_err(|e| e.errno())),
+            None => Some(Err(Errno::STALE)),
+        }
+    }
+
+    fn read(&self, ino: u64, offset: u64, len: usize, buf: &mut ReplyBuf) -> Result<(), Errno> {
+        self.entry(ino)
+            .ok_or(Errno::STALE)?
+            .blob
+            .read(offset, len, buf)
+            .map_err(|e| e.errno())
+    }
+}
