@@ -1,2 +1,80 @@
-//! Entry point.
-fn main() {}
+//! Development tasks, run as `cargo xtask TASK`.
+//!
+//! `test` runs every gate, `quickstart` drives the release binary over real input, `tidy` holds
+//! the rules that compilers do not check, `setup` installs what those need. Everything is plain
+//! child processes and standard output; the product's code is not linked in, only the fixtures,
+//! whose tree compare the quickstart uses as a referee.
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a command line tool prints"
+)]
+
+mod apt;
+mod leftovers;
+mod process;
+mod quickstart;
+mod setup;
+mod steps;
+mod test;
+mod tidy;
+mod workspace;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Debug, Parser)]
+#[command(
+    name = "cargo xtask",
+    about = "layerpack's development tasks",
+    max_term_width = 100
+)]
+struct Cli {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Debug, Subcommand)]
+enum Task {
+    /// Run every gate: fmt, tidy, clippy, rustdoc, tests, doctests; then look for leftovers
+    Test {
+        /// Also the long versions of tests: more random cases, bigger trees
+        #[arg(long)]
+        full: bool,
+        /// Install nothing; fail if something is missing
+        #[arg(long)]
+        no_setup: bool,
+    },
+    /// Show the whole product on a real Debian system and a real Python project
+    Quickstart {
+        /// Remove everything that it made, and stop
+        #[arg(long)]
+        clean: bool,
+        /// Work here instead of `.quickstart` in the repository
+        #[arg(long, value_name = "DIR")]
+        dir: Option<PathBuf>,
+    },
+    /// Check the rules that compilers do not: imports, file lengths, headers, specs
+    Tidy,
+    /// Install what `test` and `quickstart` need
+    Setup,
+}
+
+fn main() -> ExitCode {
+    let outcome = match Cli::parse().task {
+        Task::Test { full, no_setup } => test::run(full, no_setup),
+        Task::Quickstart { clean: true, dir } => quickstart::clean(dir),
+        Task::Quickstart { clean: false, dir } => quickstart::run(dir),
+        Task::Tidy => tidy::run(),
+        Task::Setup => setup::run(),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

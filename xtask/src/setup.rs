@@ -1,0 +1,105 @@
+//! Installs what the gates and the quickstart need beyond Rust.
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::{apt, process, workspace};
+
+/// The test runner's version: pinned, since newer ones may ask for a newer Rust than ours.
+const NEXTEST: &str = "0.9.143";
+
+/// A Debian package and the program by which it is known to be there, whoever installed it.
+struct Tool {
+    package: &'static str,
+    program: Option<&'static str>,
+    /// What uses it.
+    purpose: &'static str,
+}
+
+const fn tool(package: &'static str, program: &'static str, purpose: &'static str) -> Tool {
+    Tool {
+        package,
+        program: Some(program),
+        purpose,
+    }
+}
+
+const TOOLS: [Tool; 13] = [
+    tool(
+        "git",
+        "git",
+        "the quickstart's workspace; listing files for tidy",
+    ),
+    tool("mmdebstrap", "mmdebstrap", "the quickstart's base layer"),
+    tool("python3-pip", "pip3", "the quickstart's workspace"),
+    tool("erofs-utils", "fsck.erofs", "referee of images"),
+    tool("attr", "setfattr", "tests of xattrs"),
+    tool("acl", "getfacl", "tests of access control lists"),
+    tool("libcap2-bin", "getcap", "tests of file capabilities"),
+    tool("squashfs-tools", "mksquashfs", "a peer in benches"),
+    tool("umoci", "umoci", "a second reader of OCI layers"),
+    Tool {
+        package: "busybox-static",
+        program: None,
+        purpose: "a root filesystem of one file",
+    },
+    tool("tar", "tar", "referee of archives"),
+    tool("zstd", "zstd", "compressed archives in tests"),
+    tool("procps", "ps", "looking for processes left behind"),
+];
+
+/// Installs what is missing.
+///
+/// # Errors
+/// When something is missing and cannot be installed.
+pub(crate) fn run() -> Result<()> {
+    let missing = missing();
+    if !missing.is_empty() {
+        if layerpack_fixtures::find_tool("apt-get").is_none() {
+            let list: Vec<String> = missing
+                .iter()
+                .map(|tool| format!("{} ({})", tool.package, tool.purpose))
+                .collect();
+            bail!(
+                "missing, and there is no apt-get to install them: {}",
+                list.join(", ")
+            );
+        }
+        let packages: Vec<&str> = missing.iter().map(|tool| tool.package).collect();
+        apt::install(&packages)?;
+    }
+    nextest()
+}
+
+fn missing() -> Vec<&'static Tool> {
+    TOOLS
+        .iter()
+        .filter(|tool| {
+            let there = tool
+                .program
+                .is_some_and(|program| layerpack_fixtures::find_tool(program).is_some());
+            !there && !apt::installed(tool.package)
+        })
+        .collect()
+}
+
+fn nextest() -> Result<()> {
+    if process::succeeds(workspace::cargo().args(["nextest", "--version"])) {
+        return Ok(());
+    }
+    println!("     installing cargo-nextest {NEXTEST} (a few minutes)");
+    process::run(
+        workspace::cargo()
+            .args([
+                "install",
+                "--locked",
+                "--quiet",
+                "cargo-nextest",
+                "--version",
+                NEXTEST,
+            ])
+            // This workspace's settings are not nextest's.
+            .env_remove("RUSTFLAGS")
+            .current_dir("/"),
+    )
+    .with_context(|| format!("cargo-nextest {NEXTEST} is missing and cannot be installed"))
+}
