@@ -10,8 +10,13 @@
 //! for a caller.
 
 pub mod error;
+pub mod fdpass;
+pub mod fusedev;
 pub mod mount;
 pub mod mountinfo;
+pub mod net;
 pub mod ns;
+pub mod process;
+pub mod signals;
 
 pub use error::{Result, SysError};
