@@ -1,1 +1,67 @@
-//! See the crate's specification.
+//! Packs directories, archives and overlay uppers into layers.
+//!
+//! A source is read into one tree (`model`), its contents go through the store's writer as they
+//! are read (`content`), then the tree gets its data addresses, its map and its EROFS metadata
+//! (`layout`) and is published. Same tree, same bytes: nothing depends on the order in which a
+//! source lists its entries, on threads, on the clock or on what the store already has.
+//!
+//! SEMANTICS.md says what each source means, what is dropped and where the limits are.
+
+mod acl;
+mod build;
+mod capability;
+mod content;
+mod cpu;
+mod dir;
+mod dir_view;
+mod error;
+mod filter;
+mod glob;
+mod idmap;
+mod layout;
+mod model;
+mod options;
+mod pack_diff;
+mod path;
+mod tar;
+mod tar_source;
+mod upper;
+mod warnings;
+mod xattrs;
+
+pub use build::build;
+pub use error::{PackError, Result};
+pub use options::{
+    BuildOptions, BuildReport, DEFAULT_XATTRS, EntryCounts, IdMapRange, Limits, OverlayXattrs,
+    PackDiffOptions, PackDiffReport, Progress, Silent, Source,
+};
+pub use pack_diff::pack_diff;
+
+/// A path's or name's bytes for a message: control characters and what is not UTF-8 escaped, cut
+/// to a readable length.
+pub(crate) fn show(path: &[u8]) -> String {
+    const LONGEST: usize = 300;
+    let mut text = String::new();
+    for chunk in path.utf8_chunks() {
+        for c in chunk.valid().chars() {
+            if c.is_control() || c == '\\' {
+                text.extend(c.escape_default());
+            } else {
+                text.push(c);
+            }
+        }
+        for byte in chunk.invalid() {
+            text.push_str(&format!("\\x{byte:02x}"));
+        }
+        if text.len() > LONGEST {
+            let end = (0..=LONGEST)
+                .rev()
+                .find(|&i| text.is_char_boundary(i))
+                .unwrap_or(0);
+            text.truncate(end);
+            text.push_str("...");
+            break;
+        }
+    }
+    text
+}

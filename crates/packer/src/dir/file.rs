@@ -1,0 +1,205 @@
+//! The bytes of an open file, with its holes skipped, and whether it stayed as it was.
+
+use std::io;
+use std::os::fd::OwnedFd;
+
+use rustix::fs::{SeekFrom, Stat, fstat, seek};
+use rustix::io::{Errno, pread};
+
+use crate::content::{Bytes, Next};
+use crate::error::PackError;
+use crate::options::Progress;
+
+/// What must not change from when a file is first seen until all of it has been read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Identity {
+    dev: u64,
+    ino: u64,
+    size: u64,
+    mtime: (i64, u64),
+    ctime: (i64, u64),
+}
+
+impl Identity {
+    /// That of a stat.
+    pub(crate) fn of(stat: &Stat) -> Self {
+        Self {
+            dev: stat.st_dev,
+            ino: stat.st_ino,
+            size: u64::try_from(stat.st_size).unwrap_or_default(),
+            mtime: (stat.st_mtime, stat.st_mtime_nsec),
+            ctime: (stat.st_ctime, stat.st_ctime_nsec),
+        }
+    }
+
+    /// A file's size in bytes.
+    pub(crate) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// What is different in `other`.
+    pub(crate) fn difference(&self, other: &Self) -> Option<&'static str> {
+        if (self.dev, self.ino) != (other.dev, other.ino) {
+            Some("another file took its place")
+        } else if self.size != other.size {
+            Some("its size changed")
+        } else if self.mtime != other.mtime {
+            Some("its modification time changed")
+        } else if self.ctime != other.ctime {
+            Some("its change time changed")
+        } else {
+            None
+        }
+    }
+}
+
+/// An open file as it was seen first.
+pub(crate) struct OpenFile {
+    fd: OwnedFd,
+    path: String,
+    identity: Identity,
+    /// Fewer blocks than bytes: it may have holes.
+    sparse: bool,
+}
+
+impl OpenFile {
+    /// Takes `fd` as the file that was seen as `identity`.
+    pub(crate) fn new(fd: OwnedFd, path: String, identity: Identity) -> Result<Self, PackError> {
+        let stat = fstat(&fd).map_err(|errno| PackError::io("read", path.as_str(), errno))?;
+        let blocks = u64::try_from(stat.st_blocks).unwrap_or_default();
+        let file = Self {
+            fd,
+            path,
+            identity,
+            sparse: blocks.saturating_mul(512) < identity.size,
+        };
+        file.unchanged(&stat)?;
+        Ok(file)
+    }
+
+    /// The descriptor.
+    pub(crate) fn fd(&self) -> &OwnedFd {
+        &self.fd
+    }
+
+    /// The file's size in bytes, as first seen.
+    pub(crate) fn size(&self) -> u64 {
+        self.identity.size
+    }
+
+    fn unchanged(&self, stat: &Stat) -> Result<(), PackError> {
+        match self.identity.difference(&Identity::of(stat)) {
+            None => Ok(()),
+            Some(what) => Err(PackError::Changed {
+                path: self.path.clone(),
+                what: what.to_owned(),
+            }),
+        }
+    }
+
+    /// Checks that the file is still what it was, and that all of it was read.
+    pub(crate) fn check(&self, read: u64) -> Result<(), PackError> {
+        let stat =
+            fstat(&self.fd).map_err(|errno| PackError::io("read", self.path.as_str(), errno))?;
+        self.unchanged(&stat)?;
+        if read != self.identity.size {
+            let what = format!("{read} bytes could be read, it has {}", self.identity.size);
+            return Err(PackError::Changed {
+                path: self.path.clone(),
+                what,
+            });
+        }
+        Ok(())
+    }
+
+    /// Its bytes from the start.
+    pub(crate) fn bytes<'a>(&'a self, progress: &'a dyn Progress) -> FileBytes<'a> {
+        FileBytes {
+            file: self,
+            progress,
+            at: 0,
+            data_end: if self.sparse { 0 } else { self.identity.size },
+        }
+    }
+
+    /// All of a small file.
+    pub(crate) fn read_whole(&self, progress: &dyn Progress) -> Result<Vec<u8>, PackError> {
+        let size = usize::try_from(self.identity.size).unwrap_or(usize::MAX);
+        let mut bytes = vec![0; size];
+        let mut at = 0;
+        while let Some(rest) = bytes.get_mut(at..).filter(|rest| !rest.is_empty()) {
+            match pread(&self.fd, rest, at as u64) {
+                Ok(0) => break,
+                Ok(n) => at += n,
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(PackError::io("read", self.path.as_str(), errno)),
+            }
+        }
+        bytes.truncate(at);
+        self.check(at as u64)?;
+        progress.bytes(at as u64);
+        Ok(bytes)
+    }
+}
+
+/// See [`OpenFile::bytes`].
+pub(crate) struct FileBytes<'a> {
+    file: &'a OpenFile,
+    progress: &'a dyn Progress,
+    at: u64,
+    /// Up to here there are no holes.
+    data_end: u64,
+}
+
+impl FileBytes<'_> {
+    fn error(&self, errno: Errno) -> io::Error {
+        io::Error::other(PackError::io("read", self.file.path.as_str(), errno))
+    }
+}
+
+impl Bytes for FileBytes<'_> {
+    fn next(&mut self, buffer: &mut [u8]) -> io::Result<Next> {
+        let (fd, size) = (&self.file.fd, self.file.identity.size);
+        if self.at >= size {
+            return Ok(Next::End);
+        }
+        if self.at >= self.data_end {
+            let start = match seek(fd, SeekFrom::Data(self.at)) {
+                Ok(start) => start.min(size),
+                Err(Errno::NXIO) => size,
+                // A filesystem that knows no holes.
+                Err(Errno::INVAL | Errno::OPNOTSUPP) => {
+                    self.data_end = size;
+                    self.at
+                }
+                Err(errno) => return Err(self.error(errno)),
+            };
+            if start > self.at {
+                let hole = start - self.at;
+                self.at = start;
+                return Ok(Next::Hole(hole));
+            }
+            if self.data_end != size {
+                self.data_end = match seek(fd, SeekFrom::Hole(self.at)) {
+                    Ok(end) if end > self.at => end.min(size),
+                    Ok(_) | Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NXIO) => size,
+                    Err(errno) => return Err(self.error(errno)),
+                };
+            }
+        }
+        let want = usize::try_from(self.data_end - self.at)
+            .unwrap_or(usize::MAX)
+            .min(buffer.len());
+        match pread(fd, buffer.get_mut(..want).unwrap_or_default(), self.at) {
+            // Shorter than it was: the check at the end says so.
+            Ok(0) => Ok(Next::End),
+            Ok(n) => {
+                self.at += n as u64;
+                self.progress.bytes(n as u64);
+                Ok(Next::Data(n))
+            }
+            Err(Errno::INTR) => Err(io::ErrorKind::Interrupted.into()),
+            Err(errno) => Err(self.error(errno)),
+        }
+    }
+}

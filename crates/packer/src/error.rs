@@ -1,0 +1,148 @@
+//! The crate's errors: each names the file or archive, what is wrong with it, and the remedy.
+
+use std::io;
+use std::path::PathBuf;
+
+use layerpack_store::StoreError;
+
+/// Result of this crate.
+pub type Result<T, E = PackError> = std::result::Result<T, E>;
+
+/// Everything that can go wrong while packing.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PackError {
+    /// The source's text form is not one of ours.
+    #[error("invalid source {text:?}: {why}; expected dir:PATH or tar:PATH")]
+    InvalidSource {
+        /// The text as given.
+        text: String,
+        /// The rule that it breaks.
+        why: &'static str,
+    },
+    /// The source cannot be used at all.
+    #[error("cannot use source {}: {why}", path.display())]
+    UnusableSource {
+        /// The source's path.
+        path: PathBuf,
+        /// Why, and what to do.
+        why: &'static str,
+    },
+    /// The system refused to read something.
+    #[error("cannot {action} {path}; check that it exists and may be read, or exclude it")]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// The file concerned.
+        path: String,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// A file or directory changed while it was read.
+    #[error(
+        "{path} changed while it was being packed ({what}); stop what writes to it and run again"
+    )]
+    Changed {
+        /// The file concerned.
+        path: String,
+        /// What differed.
+        what: String,
+    },
+    /// The archive breaks its format.
+    #[error("archive {archive} is damaged or not a tar at byte {offset}{}: {what}; make or fetch it again", in_entry(.entry))]
+    Archive {
+        /// The archive's path.
+        archive: String,
+        /// Offset in the uncompressed archive, in bytes.
+        offset: u64,
+        /// The entry concerned, or empty.
+        entry: String,
+        /// What was found.
+        what: String,
+    },
+    /// The archive's bytes cannot be read or decompressed.
+    #[error("cannot read archive {archive} at byte {offset} of its contents")]
+    ArchiveRead {
+        /// The archive's path.
+        archive: String,
+        /// Offset in the uncompressed archive, in bytes.
+        offset: u64,
+        /// The decompressor's or the system's error.
+        source: io::Error,
+    },
+    /// Something that a layer cannot hold.
+    #[error("cannot pack {path}: {why}")]
+    Unsupported {
+        /// The file concerned.
+        path: String,
+        /// Why, and what to do.
+        why: String,
+    },
+    /// A limit of [`crate::Limits`] was passed.
+    #[error("{object} has more than {limit} {unit}; if that is right, raise the limit {name}")]
+    Limit {
+        /// The source, or the file concerned.
+        object: String,
+        /// The limit's name.
+        name: &'static str,
+        /// The limit's value.
+        limit: u64,
+        /// What is counted.
+        unit: &'static str,
+    },
+    /// An option that cannot be.
+    #[error("invalid option {option}: {why}")]
+    InvalidOption {
+        /// The option's name and value.
+        option: String,
+        /// The rule that it breaks.
+        why: String,
+    },
+    /// The filesystem image cannot be made.
+    #[error("cannot write the layer's filesystem")]
+    Image(#[source] Box<layerpack_erofs::Error>),
+    /// The store refused.
+    #[error(transparent)]
+    Store(Box<StoreError>),
+}
+
+fn in_entry(entry: &str) -> String {
+    if entry.is_empty() {
+        String::new()
+    } else {
+        format!(" (entry {entry})")
+    }
+}
+
+impl From<StoreError> for PackError {
+    fn from(error: StoreError) -> Self {
+        Self::Store(Box::new(error))
+    }
+}
+
+impl From<layerpack_erofs::Error> for PackError {
+    fn from(error: layerpack_erofs::Error) -> Self {
+        Self::Image(Box::new(error))
+    }
+}
+
+impl PackError {
+    pub(crate) fn io(
+        action: &'static str,
+        path: impl Into<String>,
+        source: impl Into<io::Error>,
+    ) -> Self {
+        Self::Io {
+            action,
+            path: path.into(),
+            source: source.into(),
+        }
+    }
+
+    pub(crate) fn unsupported(path: &[u8], why: impl Into<String>) -> Self {
+        Self::Unsupported {
+            path: crate::show(path),
+            why: why.into(),
+        }
+    }
+}

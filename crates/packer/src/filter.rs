@@ -1,0 +1,56 @@
+//! What callers want left out: paths by pattern, attributes by name.
+
+use crate::error::{PackError, Result};
+use crate::glob::Globs;
+use crate::options::Limits;
+use crate::path::components;
+use crate::xattrs::Allowed;
+
+/// See the module's documentation.
+#[derive(Debug, Clone)]
+pub(crate) struct Filter {
+    globs: Globs,
+    /// Attributes to keep.
+    pub xattrs: Allowed,
+}
+
+impl Filter {
+    /// Parses patterns and names.
+    pub(crate) fn new(excludes: &[String], xattrs: &[String], limits: &Limits) -> Result<Self> {
+        Ok(Self {
+            globs: Globs::new(excludes)?,
+            xattrs: Allowed::new(xattrs, limits.max_xattr_value)?,
+        })
+    }
+
+    /// Whether the path, or a directory on the way to it, is to be left out.
+    pub(crate) fn excludes(&self, path: &[u8], directory: bool) -> bool {
+        !self.globs.is_empty() && self.globs.matches_any_prefix(&components(path), directory)
+    }
+
+    /// Whether the path is to be left out, none of the directories on the way to it being.
+    pub(crate) fn excludes_here(&self, path: &[u8], directory: bool) -> bool {
+        !self.globs.is_empty() && self.globs.matches(&components(path), directory)
+    }
+}
+
+impl Limits {
+    /// Refuses paths beyond the limits.
+    pub(crate) fn check_path(&self, path: &[u8]) -> Result<()> {
+        let over = |name, limit, unit| {
+            Err(PackError::Limit {
+                object: format!("path {}", crate::show(path)),
+                name,
+                limit,
+                unit,
+            })
+        };
+        if path.len() as u64 > self.max_path {
+            return over("max_path", self.max_path, "bytes");
+        }
+        if components(path).len() as u64 > self.max_depth {
+            return over("max_depth", self.max_depth, "components");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,199 @@
+//! From a finished tree to a layer: data addresses, map, metadata image, manifest draft.
+//!
+//! Addresses follow the tree alone. Files of up to one block come first, so that the small files
+//! of a layer are one range, then all others; each group in directory order: the files of a
+//! directory by name, then its directories by name. Equal contents share an address.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use layerpack_erofs::{
+    BLOCK_SIZE, BlockIndex, FileData, FileLayout, NodeId, NodeKind, WriteOptions, plan_sparse,
+    write_image,
+};
+use layerpack_store::chunker::Params;
+use layerpack_store::{Counts, Digest, Draft, Extent, LayerMap, MapBuilder, Reference, StoreError};
+
+use crate::content::{Content, HOLE};
+use crate::error::{PackError, Result};
+use crate::model::Layer;
+use crate::options::EntryCounts;
+
+/// Version of everything that decides a layer's bytes besides the formats: what is a hole, the
+/// order of addresses, metadata of implicit directories. A change of any is a new number.
+const RULES: &str = "1";
+
+/// A layer ready to be published.
+pub(crate) struct Finished {
+    /// Metadata, map and counts.
+    pub draft: Draft,
+    /// What it holds.
+    pub counts: EntryCounts,
+    /// Size of the metadata image in bytes.
+    pub meta_bytes: u64,
+}
+
+/// Lays out `layer`. Its whiteouts must be settled.
+pub(crate) fn finish(mut layer: Layer, reference: Reference) -> Result<Finished> {
+    let (files, counts) = survey(&layer);
+    let mut addresses = Addresses::default();
+    let (small, large): (Vec<_>, Vec<_>) = files.into_iter().partition(|id| {
+        layer
+            .content(*id)
+            .is_some_and(|content| content.size <= BLOCK_SIZE)
+    });
+    for id in small.into_iter().chain(large) {
+        let Some(content) = layer.content(id) else {
+            continue;
+        };
+        let layout = addresses.place(content)?;
+        let size = content.size;
+        layer.tree.node_mut(id).kind = NodeKind::File(FileData { size, layout });
+    }
+    let data_blocks = addresses.next;
+    let map = addresses.map(layer.implicit_paths())?;
+    let map_digest = Digest::of(&map.to_bytes());
+    let options = WriteOptions {
+        data_blocks,
+        device_tag: device_tag(&map_digest),
+        volume_name: *b"layerpack\0\0\0\0\0\0\0",
+        // Neither name nor clock: the tree's own.
+        uuid: None,
+        build_time: None,
+    };
+    let mut meta = Vec::new();
+    let info = write_image(&layer.tree, &options, &mut meta)?;
+    let mut draft = Draft::new(reference, meta, map);
+    draft.counts = Counts {
+        files: counts.files,
+        directories: counts.directories,
+        symlinks: counts.symlinks,
+        others: counts.others + counts.whiteouts,
+        bytes: counts.bytes,
+    };
+    draft.parameters = BTreeMap::from([
+        ("pack-rules".to_owned(), RULES.to_owned()),
+        ("hole".to_owned(), HOLE.to_string()),
+        ("chunker".to_owned(), Params::default().to_string()),
+    ]);
+    Ok(Finished {
+        draft,
+        counts,
+        meta_bytes: info.bytes,
+    })
+}
+
+/// All files that have bytes, in directory order, and what there is.
+fn survey(layer: &Layer) -> (Vec<NodeId>, EntryCounts) {
+    let mut files = Vec::new();
+    let mut counts = EntryCounts::default();
+    let mut seen: HashSet<NodeId> = HashSet::new();
+    let mut directories = vec![NodeId::ROOT];
+    while let Some(directory) = directories.pop() {
+        counts.directories += 1;
+        counts.opaque += u64::from(layer.is_opaque(directory));
+        counts.implicit += u64::from(layer.is_implicit(directory));
+        let mut below = Vec::new();
+        for (_, id) in layer.tree.children(directory) {
+            let node = layer.tree.node(id);
+            let first = node.nlink() < 2 || node.kind.is_dir() || seen.insert(id);
+            match &node.kind {
+                NodeKind::Directory => below.push(id),
+                NodeKind::File(_) => {
+                    counts.files += 1;
+                    if first && let Some(content) = layer.content(id) {
+                        counts.bytes += content.size;
+                        if content.size > 0 {
+                            files.push(id);
+                        }
+                    }
+                }
+                NodeKind::Symlink(_) => counts.symlinks += 1,
+                NodeKind::CharDevice(_) if layer.is_whiteout(id) => counts.whiteouts += 1,
+                NodeKind::CharDevice(_)
+                | NodeKind::BlockDevice(_)
+                | NodeKind::Fifo
+                | NodeKind::Socket => {
+                    counts.others += 1;
+                }
+            }
+        }
+        directories.extend(below.into_iter().rev());
+    }
+    (files, counts)
+}
+
+/// Hands out the data address space.
+#[derive(Default)]
+struct Addresses {
+    /// First block that is free.
+    next: u64,
+    known: HashMap<Digest, FileLayout>,
+    extents: Vec<Extent>,
+}
+
+impl Addresses {
+    fn place(&mut self, content: &Content) -> Result<FileLayout> {
+        let identity = content.identity();
+        if let Some(layout) = self.known.get(&identity) {
+            return Ok(layout.clone());
+        }
+        let full = || PackError::Unsupported {
+            path: "the source".to_owned(),
+            why: "its contents need more than the 16 TiB that a layer can address".to_owned(),
+        };
+        let start = BlockIndex::new(self.next).ok_or_else(full)?;
+        let base = start.byte_offset();
+        let layout = if content.is_dense() {
+            for piece in &content.pieces {
+                self.extents.push(Extent {
+                    data_offset: base + piece.offset,
+                    len: piece.len,
+                    digest: piece.digest,
+                });
+            }
+            let blocks = content.size.div_ceil(BLOCK_SIZE);
+            BlockIndex::new(self.next + blocks - 1).ok_or_else(full)?;
+            self.next += blocks;
+            FileLayout::Contiguous { start }
+        } else {
+            let data: Vec<_> = content
+                .pieces
+                .iter()
+                .map(|piece| piece.offset..piece.offset + u64::from(piece.len))
+                .collect();
+            let plan = plan_sparse(content.size, &data);
+            for piece in &content.pieces {
+                let offset = plan.address_of(piece.offset).ok_or_else(full)?;
+                self.extents.push(Extent {
+                    data_offset: base + offset,
+                    len: piece.len,
+                    digest: piece.digest,
+                });
+            }
+            self.next += plan.blocks();
+            plan.layout(start).ok_or_else(full)?
+        };
+        self.known.insert(identity, layout.clone());
+        Ok(layout)
+    }
+
+    fn map(self, implicit: Vec<Vec<u8>>) -> Result<LayerMap> {
+        let mut map = MapBuilder::new(self.next * BLOCK_SIZE);
+        for extent in self.extents {
+            map.push(extent);
+        }
+        for path in implicit {
+            map.implicit(&path);
+        }
+        map.build().map_err(|error| StoreError::from(error).into())
+    }
+}
+
+/// The map's digest in hexadecimal fills the device's tag exactly.
+fn device_tag(map: &Digest) -> [u8; 64] {
+    let mut tag = [0; 64];
+    for (to, from) in tag.iter_mut().zip(map.hex().bytes()) {
+        *to = from;
+    }
+    tag
+}

@@ -1,0 +1,394 @@
+//! The layer under construction: a filesystem tree, its files' contents, and what it says about
+//! the layers below it.
+//!
+//! Entries are put in one by one, a later one replacing an earlier one of the same path. Whiteouts
+//! and opaque marks concern only the layers below, wherever they stand among the entries (OCI
+//! image specification, "Whiteouts"), so they are collected and turned into nodes at the end.
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+
+use layerpack_erofs::{Metadata, NodeId, NodeKind, Rdev, Timestamp, Tree};
+
+use crate::content::Content;
+use crate::error::{PackError, Result};
+use crate::path::{Component, components, join};
+use crate::warnings::Warnings;
+
+/// What marks an opaque directory in a layer.
+pub(crate) const OPAQUE: &[u8] = b"trusted.overlay.opaque";
+/// Symbolic links followed on the way to one entry before giving up.
+const MAX_FOLLOWED: usize = 255;
+
+/// See the module's documentation.
+pub(crate) struct Layer {
+    /// The tree so far.
+    pub tree: Tree,
+    /// Contents of files by [`NodeId::index`].
+    contents: Vec<Option<Content>>,
+    /// Directories that no entry defined.
+    implicit: HashSet<NodeId>,
+    /// Names that the layers below lose.
+    whiteouts: BTreeSet<(NodeId, Vec<u8>)>,
+    /// Directories that the layers below do not show through.
+    opaque: BTreeSet<NodeId>,
+    /// Whether there can be layers below at all.
+    bottom: bool,
+    /// What was dropped or altered.
+    pub warnings: Warnings,
+}
+
+/// Where an entry goes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// The layer's root.
+    Root,
+    /// A name in a directory.
+    Named {
+        /// The directory.
+        parent: NodeId,
+        /// The name.
+        name: Vec<u8>,
+    },
+}
+
+/// Metadata of directories that nobody defined: where no layer below defines them either, this is
+/// what one sees.
+pub(crate) fn implicit_metadata() -> Metadata {
+    Metadata {
+        mode: 0o755,
+        uid: 0,
+        gid: 0,
+        mtime: Timestamp { sec: 0, nsec: 0 },
+        xattrs: BTreeMap::new(),
+    }
+}
+
+impl Layer {
+    /// An empty layer with an implicit root. `bottom`: it is the bottom of any stack, so that
+    /// whiteouts and opaque marks mean nothing.
+    pub(crate) fn new(bottom: bool) -> Self {
+        Self {
+            tree: Tree::new(implicit_metadata()),
+            contents: Vec::new(),
+            implicit: HashSet::from([NodeId::ROOT]),
+            whiteouts: BTreeSet::new(),
+            opaque: BTreeSet::new(),
+            bottom,
+            warnings: Warnings::default(),
+        }
+    }
+
+    /// Finds where the entry at `path` goes: resolves symbolic links of this layer on the way to
+    /// it, within the root, and adds implicit directories where there is nothing yet.
+    pub(crate) fn place(&mut self, start: NodeId, path: &[u8]) -> Result<Place> {
+        let mut names = components(path);
+        let Some(name) = names.pop() else {
+            return Ok(Place::Root);
+        };
+        let parent = self.directory(start, &names, path)?;
+        Ok(Place::Named {
+            parent,
+            name: name.to_vec(),
+        })
+    }
+
+    fn directory(&mut self, start: NodeId, names: &[&[u8]], path: &[u8]) -> Result<NodeId> {
+        let mut stack = vec![start];
+        // What is still to be walked, the next component last.
+        let mut todo: Vec<Component> = names
+            .iter()
+            .rev()
+            .map(|name| Component::Name(name.to_vec()))
+            .collect();
+        let mut followed = 0;
+        while let Some(component) = todo.pop() {
+            let name = match component {
+                Component::Up => {
+                    if stack.len() > 1 {
+                        stack.pop();
+                    }
+                    continue;
+                }
+                Component::Root => {
+                    stack.truncate(1);
+                    continue;
+                }
+                Component::Name(name) => name,
+            };
+            let here = stack.last().copied().unwrap_or(start);
+            let Some(child) = self.tree.child(here, &name) else {
+                let id = self
+                    .tree
+                    .insert(here, &name, implicit_metadata(), NodeKind::Directory)?;
+                self.implicit.insert(id);
+                stack.push(id);
+                continue;
+            };
+            match &self.tree.node(child).kind {
+                NodeKind::Directory => stack.push(child),
+                NodeKind::Symlink(target) => {
+                    followed += 1;
+                    if followed > MAX_FOLLOWED {
+                        return Err(PackError::unsupported(
+                            path,
+                            "its path leads through a loop of symbolic links",
+                        ));
+                    }
+                    todo.extend(Component::parse(target).into_iter().rev());
+                }
+                _ => {
+                    let why = format!("{} on its way is not a directory", crate::show(&name));
+                    return Err(PackError::unsupported(path, why));
+                }
+            }
+        }
+        Ok(stack.last().copied().unwrap_or(start))
+    }
+
+    /// Adds a directory, or defines one that is there.
+    pub(crate) fn add_directory(&mut self, place: &Place, metadata: Metadata) -> Result<NodeId> {
+        let (parent, name) = named(place, b"")?;
+        if let Some(there) = self.tree.child(parent, name) {
+            if self.tree.node(there).kind.is_dir() {
+                self.tree.node_mut(there).metadata = metadata;
+                self.implicit.remove(&there);
+                return Ok(there);
+            }
+            // What was there hid a directory of the layers below; its successor does too.
+            self.tree.remove(parent, name)?;
+            if !self.bottom {
+                self.whiteouts.insert((parent, name.to_vec()));
+            }
+        }
+        Ok(self
+            .tree
+            .insert(parent, name, metadata, NodeKind::Directory)?)
+    }
+
+    /// Adds anything but a directory, in place of what is there.
+    pub(crate) fn add(
+        &mut self,
+        place: &Place,
+        path: &[u8],
+        metadata: Metadata,
+        kind: NodeKind,
+    ) -> Result<NodeId> {
+        let (parent, name) = named(place, path)?;
+        self.clear(parent, name)?;
+        Ok(self.tree.insert(parent, name, metadata, kind)?)
+    }
+
+    /// Adds another name for `target`, in place of what is there.
+    pub(crate) fn add_link(&mut self, place: &Place, path: &[u8], target: NodeId) -> Result<()> {
+        let (parent, name) = named(place, path)?;
+        if self.tree.child(parent, name) == Some(target) {
+            return Ok(());
+        }
+        self.clear(parent, name)?;
+        self.tree.link(parent, name, target).map_err(|_| {
+            PackError::unsupported(
+                path,
+                "it is a hard link to a directory, or to what it replaces",
+            )
+        })
+    }
+
+    /// Removes what is there.
+    pub(crate) fn clear(&mut self, parent: NodeId, name: &[u8]) -> Result<()> {
+        if self.tree.child(parent, name).is_some() {
+            self.tree.remove(parent, name)?;
+        }
+        Ok(())
+    }
+
+    /// The layers below lose `name` in `parent`.
+    pub(crate) fn add_whiteout(&mut self, parent: NodeId, name: Vec<u8>) {
+        self.whiteouts.insert((parent, name));
+    }
+
+    /// Nothing of the layers below shows in `directory`.
+    pub(crate) fn add_opaque(&mut self, directory: NodeId) {
+        self.opaque.insert(directory);
+    }
+
+    /// Adds directories one in the other, all implicit; the last one's id.
+    pub(crate) fn implicit_directories(&mut self, names: &[&[u8]]) -> Result<NodeId> {
+        self.directory(NodeId::ROOT, names, b"")
+    }
+
+    /// Takes the metadata of the source's own root for the directory that it goes to. If that does
+    /// not define the directory, it is what one sees where no layer below does, except that the
+    /// root of all is never the source's.
+    pub(crate) fn define_start(&mut self, start: NodeId, metadata: Metadata, defines: bool) {
+        if defines {
+            self.implicit.remove(&start);
+        } else if start == NodeId::ROOT {
+            return;
+        }
+        self.tree.node_mut(start).metadata = metadata;
+    }
+
+    /// Whether no entry defined a directory.
+    pub(crate) fn is_implicit(&self, directory: NodeId) -> bool {
+        self.implicit.contains(&directory)
+    }
+
+    /// Gives a file its content.
+    pub(crate) fn set_content(&mut self, id: NodeId, content: Content) {
+        if self.contents.len() <= id.index() {
+            self.contents.resize(id.index() + 1, None);
+        }
+        if let Some(slot) = self.contents.get_mut(id.index()) {
+            *slot = Some(content);
+        }
+    }
+
+    /// A file's content.
+    pub(crate) fn content(&self, id: NodeId) -> Option<&Content> {
+        self.contents.get(id.index()).and_then(Option::as_ref)
+    }
+
+    /// Turns whiteouts and opaque marks into nodes and attributes. Afterwards the tree is what the
+    /// layer shows to overlayfs.
+    pub(crate) fn settle(&mut self) -> Result<()> {
+        let whiteouts = std::mem::take(&mut self.whiteouts);
+        let opaque = std::mem::take(&mut self.opaque);
+        if self.bottom {
+            if !whiteouts.is_empty() || !opaque.is_empty() {
+                let what = whiteouts.len() + opaque.len();
+                self.warnings.add(format!(
+                    "{what} whiteouts left out: nothing lies below a base"
+                ));
+            }
+            return Ok(());
+        }
+        for (parent, name) in whiteouts {
+            if !self.is_live(parent) {
+                continue;
+            }
+            match self.tree.child(parent, &name) {
+                None => {
+                    self.tree.insert(
+                        parent,
+                        &name,
+                        whiteout_metadata(),
+                        NodeKind::CharDevice(WHITEOUT),
+                    )?;
+                }
+                // A new directory in place of a removed one: its own children only, and nothing
+                // to inherit from below.
+                Some(id) if self.tree.node(id).kind.is_dir() => {
+                    self.make_opaque(id);
+                    self.implicit.remove(&id);
+                }
+                // Hides what is below by being there.
+                Some(_) => {}
+            }
+        }
+        for id in opaque {
+            if self.is_live(id) {
+                self.make_opaque(id);
+            }
+        }
+        self.define_below_opaque();
+        Ok(())
+    }
+
+    fn make_opaque(&mut self, id: NodeId) {
+        self.tree
+            .node_mut(id)
+            .metadata
+            .xattrs
+            .insert(OPAQUE.to_vec(), b"y".to_vec());
+    }
+
+    /// Directories within an opaque one cannot inherit anything: they are the layer's own.
+    fn define_below_opaque(&mut self) {
+        if self.implicit.is_empty() {
+            return;
+        }
+        let mut todo = vec![(NodeId::ROOT, false)];
+        while let Some((id, hidden)) = todo.pop() {
+            if hidden {
+                self.implicit.remove(&id);
+            }
+            let hidden = hidden || self.is_opaque(id);
+            todo.extend(self.directories(id).map(|child| (child, hidden)));
+        }
+    }
+
+    fn directories(&self, id: NodeId) -> impl Iterator<Item = NodeId> {
+        self.tree
+            .children(id)
+            .map(|(_, child)| child)
+            .filter(|child| self.tree.node(*child).kind.is_dir())
+    }
+
+    /// Whether a directory carries the mark.
+    pub(crate) fn is_opaque(&self, id: NodeId) -> bool {
+        self.tree.node(id).metadata.xattrs.contains_key(OPAQUE)
+    }
+
+    /// Whether a node is a whiteout.
+    pub(crate) fn is_whiteout(&self, id: NodeId) -> bool {
+        matches!(self.tree.node(id).kind, NodeKind::CharDevice(WHITEOUT))
+    }
+
+    fn is_live(&self, directory: NodeId) -> bool {
+        directory == NodeId::ROOT || self.tree.node(directory).nlink() > 0
+    }
+
+    /// Paths of all implicit directories, in no order.
+    pub(crate) fn implicit_paths(&self) -> Vec<Vec<u8>> {
+        if self.implicit.is_empty() {
+            return Vec::new();
+        }
+        let mut found = Vec::new();
+        let mut todo = vec![(Vec::new(), NodeId::ROOT)];
+        while let Some((path, id)) = todo.pop() {
+            for (name, child) in self.tree.children(id) {
+                if self.tree.node(child).kind.is_dir() {
+                    todo.push((join(&path, name), child));
+                }
+            }
+            if self.implicit.contains(&id) {
+                found.push(path);
+            }
+        }
+        found
+    }
+
+    /// Lets no file be newer than `epoch`, in seconds.
+    pub(crate) fn clamp_times(&mut self, epoch: i64) {
+        let mut todo = vec![NodeId::ROOT];
+        while let Some(id) = todo.pop() {
+            let mtime = &mut self.tree.node_mut(id).metadata.mtime;
+            *mtime = (*mtime).min(Timestamp {
+                sec: epoch,
+                nsec: 0,
+            });
+            todo.extend(self.tree.children(id).map(|(_, child)| child));
+        }
+    }
+}
+
+/// overlayfs' whiteout.
+pub(crate) const WHITEOUT: Rdev = Rdev { major: 0, minor: 0 };
+
+/// All whiteouts are alike: nothing of what made them is told.
+fn whiteout_metadata() -> Metadata {
+    Metadata {
+        mode: 0,
+        ..implicit_metadata()
+    }
+}
+
+fn named<'a>(place: &'a Place, path: &[u8]) -> Result<(NodeId, &'a [u8])> {
+    match place {
+        Place::Root => Err(PackError::unsupported(
+            path,
+            "the root can only be a directory",
+        )),
+        Place::Named { parent, name } => Ok((*parent, name)),
+    }
+}

@@ -1,0 +1,288 @@
+//! What callers say, and what they get back.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use layerpack_store::{ParentRef, Published, Reference};
+use serde::Serialize;
+
+use crate::error::PackError;
+
+/// Where a tree comes from. SEMANTICS.md says what each source means.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// A directory of this machine.
+    Dir(PathBuf),
+    /// A tar archive: plain, gzip or zstd, told apart by its first bytes.
+    Tar(PathBuf),
+}
+
+impl FromStr for Source {
+    type Err = PackError;
+
+    fn from_str(text: &str) -> Result<Self, PackError> {
+        let invalid = |why| PackError::InvalidSource {
+            text: text.chars().take(300).collect(),
+            why,
+        };
+        let (scheme, path) = text
+            .split_once(':')
+            .ok_or_else(|| invalid("it has no scheme"))?;
+        if path.is_empty() {
+            return Err(invalid("its path is empty"));
+        }
+        match scheme {
+            "dir" => Ok(Self::Dir(PathBuf::from(path))),
+            "tar" => Ok(Self::Tar(PathBuf::from(path))),
+            _ => Err(invalid("its scheme is not known")),
+        }
+    }
+}
+
+/// Bounds on what a source may hold. Passing one is an error that names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Most entries: files, directories, links, and an archive's headers.
+    pub max_entries: u64,
+    /// Most bytes read: file contents, or the uncompressed archive.
+    pub max_bytes: u64,
+    /// Longest path in bytes.
+    pub max_path: u64,
+    /// Most components in a path.
+    pub max_depth: u64,
+    /// Largest value of one extended attribute in bytes. The kernel's own limit is 65,536.
+    pub max_xattr_value: u64,
+    /// Most bytes of one archive header's extensions (PAX records, long names, sparse maps).
+    pub max_header: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            max_entries: 20_000_000,
+            max_bytes: 1 << 42,
+            max_path: 256 << 10,
+            max_depth: 32_768,
+            max_xattr_value: 65_536,
+            max_header: 16 << 20,
+        }
+    }
+}
+
+/// What to build, from what.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct BuildOptions {
+    /// What the layer is published as. Its kind decides whether whiteouts mean something and
+    /// whether the source's root is the layer's own.
+    pub reference: Reference,
+    /// Where the tree comes from.
+    pub source: Source,
+    /// Path in the layer below which the source is put, `/`-separated; None: at the root.
+    pub at: Option<Vec<u8>>,
+    /// Layers that this one is meant to lie on; recorded in the manifest.
+    pub parents: Vec<ParentRef>,
+    /// Platform, as in `linux/amd64`.
+    pub platform: String,
+    /// Labels of the manifest.
+    pub labels: BTreeMap<String, String>,
+    /// Annotations of the manifest.
+    pub annotations: BTreeMap<String, String>,
+    /// zstd level. Not part of the layer's identity.
+    pub level: i32,
+    /// Threads that compress; 0 is one per processor. Not part of the layer's identity.
+    pub jobs: usize,
+    /// Later modification times become this one, in seconds since 1970.
+    pub source_date_epoch: Option<i64>,
+    /// Extended attributes to keep: full names, or prefixes that end with `*`. Others are
+    /// dropped without a word; overlayfs' own are always dropped, with a warning.
+    pub xattrs: Vec<String>,
+    /// Paths of the source to leave out, see SEMANTICS.md for the patterns.
+    pub excludes: Vec<String>,
+    /// Bounds on the source.
+    pub limits: Limits,
+}
+
+/// Extended attributes that layers keep unless told otherwise. `security.selinux`, `trusted.*`
+/// and the like are the build machine's own and stay there.
+pub const DEFAULT_XATTRS: [&str; 4] = [
+    "user.*",
+    "security.capability",
+    "system.posix_acl_access",
+    "system.posix_acl_default",
+];
+
+impl BuildOptions {
+    /// Options with everything at its default.
+    #[must_use]
+    pub fn new(reference: Reference, source: Source) -> Self {
+        Self {
+            reference,
+            source,
+            at: None,
+            parents: Vec::new(),
+            platform: "linux/amd64".to_owned(),
+            labels: BTreeMap::new(),
+            annotations: BTreeMap::new(),
+            level: 3,
+            jobs: 0,
+            source_date_epoch: None,
+            xattrs: DEFAULT_XATTRS
+                .iter()
+                .map(|name| (*name).to_owned())
+                .collect(),
+            excludes: Vec::new(),
+            limits: Limits::default(),
+        }
+    }
+}
+
+/// One run of ids of an id map, as in `/proc/PID/uid_map`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct IdMapRange {
+    /// First id as the sandbox sees it.
+    pub inside: u32,
+    /// First id as it lies on disk.
+    pub outside: u32,
+    /// How many ids.
+    pub count: u32,
+}
+
+/// Which extended attributes the sandbox's overlay mount used for its own marks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OverlayXattrs {
+    /// `trusted.overlay.*`: an ordinary mount.
+    #[default]
+    Trusted,
+    /// `user.overlay.*`: a mount with the option `userxattr`.
+    User,
+}
+
+/// Which upper to pack, and how.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct PackDiffOptions {
+    /// What the snapshot is published as, of kind `diff`.
+    pub reference: Reference,
+    /// The overlay's upper directory. Nothing else is read.
+    pub upper: PathBuf,
+    /// How user ids on disk become those of the layer; empty: as they are.
+    pub uid_map: Vec<IdMapRange>,
+    /// The same for group ids.
+    pub gid_map: Vec<IdMapRange>,
+    /// Which marks are the overlay's.
+    pub overlay_xattrs: OverlayXattrs,
+    /// The layers that the sandbox's overlay lies on, bottom first; recorded in the manifest.
+    pub stack: Vec<ParentRef>,
+    /// Platform, as in `linux/amd64`.
+    pub platform: String,
+    /// Labels of the manifest.
+    pub labels: BTreeMap<String, String>,
+    /// Annotations of the manifest.
+    pub annotations: BTreeMap<String, String>,
+    /// zstd level. Not part of the layer's identity.
+    pub level: i32,
+    /// Threads that compress; 0 is one per processor.
+    pub jobs: usize,
+    /// Extended attributes to keep, as in [`BuildOptions::xattrs`].
+    pub xattrs: Vec<String>,
+    /// Paths to leave out, as in [`BuildOptions::excludes`].
+    pub excludes: Vec<String>,
+    /// Bounds on the upper.
+    pub limits: Limits,
+}
+
+impl PackDiffOptions {
+    /// Options with everything at its default.
+    #[must_use]
+    pub fn new(reference: Reference, upper: PathBuf) -> Self {
+        Self {
+            reference,
+            upper,
+            uid_map: Vec::new(),
+            gid_map: Vec::new(),
+            overlay_xattrs: OverlayXattrs::default(),
+            stack: Vec::new(),
+            platform: "linux/amd64".to_owned(),
+            labels: BTreeMap::new(),
+            annotations: BTreeMap::new(),
+            level: 3,
+            jobs: 0,
+            xattrs: DEFAULT_XATTRS
+                .iter()
+                .map(|name| (*name).to_owned())
+                .collect(),
+            excludes: Vec::new(),
+            limits: Limits::default(),
+        }
+    }
+}
+
+/// Told of what happens while packing, from several threads. All methods do nothing by default.
+pub trait Progress: Sync {
+    /// A new phase: `scan`, `read`, `publish`.
+    fn phase(&self, _name: &str) {}
+    /// An entry of the source was seen; its path in the layer.
+    fn entry(&self, _path: &[u8]) {}
+    /// So many more bytes of file contents were read.
+    fn bytes(&self, _n: u64) {}
+}
+
+/// A [`Progress`] that ignores everything.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Silent;
+
+impl Progress for Silent {}
+
+/// What a layer holds, counted by name: hard links count as what they link to, as often as there
+/// are names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct EntryCounts {
+    /// Regular files.
+    pub files: u64,
+    /// Directories, the root included.
+    pub directories: u64,
+    /// Symbolic links.
+    pub symlinks: u64,
+    /// Devices, fifos and sockets.
+    pub others: u64,
+    /// Whiteouts.
+    pub whiteouts: u64,
+    /// Opaque directories.
+    pub opaque: u64,
+    /// Implicit directories.
+    pub implicit: u64,
+    /// Apparent bytes of regular files, each inode once.
+    pub bytes: u64,
+}
+
+/// What [`crate::build`] did.
+#[derive(Debug)]
+pub struct BuildReport {
+    /// Reference, digests and store figures.
+    pub published: Published,
+    /// What the layer holds.
+    pub counts: EntryCounts,
+    /// Size of the layer's metadata image in bytes.
+    pub meta_bytes: u64,
+    /// What was dropped or altered, in words. Bounded: the last line says how many more.
+    pub warnings: Vec<String>,
+    /// Processor time of this process during the build, in seconds, user and system.
+    pub cpu_seconds: f64,
+}
+
+/// What [`crate::pack_diff`] did.
+#[derive(Debug)]
+pub struct PackDiffReport {
+    /// Reference, digests and store figures.
+    pub published: Published,
+    /// What the layer holds.
+    pub counts: EntryCounts,
+    /// Size of the layer's metadata image in bytes.
+    pub meta_bytes: u64,
+    /// What was dropped or altered, in words. Bounded: the last line says how many more.
+    pub warnings: Vec<String>,
+    /// Processor time of this process meanwhile, in seconds, user and system.
+    pub cpu_seconds: f64,
+}

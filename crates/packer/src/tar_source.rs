@@ -1,0 +1,309 @@
+//! Puts the entries of an archive into a layer, as OCI layers mean them.
+
+use std::io::{self, Read};
+
+use layerpack_erofs::{FileData, Metadata, NodeId, NodeKind, Rdev};
+use layerpack_store::LayerWriter;
+
+use crate::content::{self, Bytes, Next};
+use crate::error::{PackError, Result};
+use crate::filter::Filter;
+use crate::model::{Layer, Place, WHITEOUT};
+use crate::options::{Limits, Progress};
+use crate::path::{components, escapes};
+use crate::tar::{Entry, EntryKind, Piece, Reader};
+
+const PREFIX: &[u8] = b".wh.";
+const OPAQUE: &[u8] = b".wh..wh..opq";
+/// Names of aufs' own, which no layer wants.
+const AUFS: &[u8] = b".wh..wh.";
+/// Files of up to one block are kept back until there are this many bytes of them, so that they
+/// lie next to each other in the store too.
+const KEEP_BACK: usize = 4 << 20;
+const SMALL: u64 = 4096;
+
+/// Reads an archive to its end into `layer`, below `start`.
+pub(crate) struct TarSource<'a> {
+    /// The layer to fill.
+    pub layer: &'a mut Layer,
+    /// Where contents go.
+    pub writer: &'a mut LayerWriter,
+    /// What is left out.
+    pub filter: &'a Filter,
+    /// Bounds.
+    pub limits: Limits,
+    /// Where the source's root goes.
+    pub start: NodeId,
+    /// Whether the archive's own root entry defines the directory that it goes to.
+    pub defines_root: bool,
+    /// Told of entries and bytes.
+    pub progress: &'a dyn Progress,
+    /// Small files whose contents are still to be stored.
+    pub kept_back: Vec<(NodeId, Vec<u8>)>,
+    /// Their bytes.
+    pub kept_bytes: usize,
+}
+
+impl TarSource<'_> {
+    /// See the type.
+    pub(crate) fn read<R: Read>(&mut self, reader: &mut Reader<R>) -> Result<()> {
+        let mut entries = 0;
+        while let Some(entry) = reader.next_entry()? {
+            entries += 1;
+            if entries > self.limits.max_entries {
+                return Err(PackError::Limit {
+                    object: "the archive".to_owned(),
+                    name: "max_entries",
+                    limit: self.limits.max_entries,
+                    unit: "entries",
+                });
+            }
+            self.entry(entry, reader)?;
+        }
+        self.flush()
+    }
+
+    fn entry<R: Read>(&mut self, mut entry: Entry, reader: &mut Reader<R>) -> Result<()> {
+        self.limits.check_path(&entry.path)?;
+        if escapes(&entry.path) {
+            let shown = crate::show(&entry.path);
+            self.layer
+                .warnings
+                .add(format!("{shown} would leave the root: kept within it"));
+        }
+        let path = components(&entry.path).join(&b'/');
+        self.progress.entry(&path);
+        let name = components(&entry.path)
+            .last()
+            .map(|name| name.to_vec())
+            .unwrap_or_default();
+        let is_directory = entry.kind == EntryKind::Directory;
+        if self.filter.excludes(&path, is_directory) {
+            return Ok(());
+        }
+        if name.starts_with(PREFIX) {
+            return self.mark(&entry, &name);
+        }
+        let metadata = self.metadata(&mut entry)?;
+        if is_directory {
+            return self.directory(&entry, metadata);
+        }
+        let place = self.layer.place(self.start, &entry.path)?;
+        let kind = match &entry.kind {
+            EntryKind::HardLink => return self.hard_link(&place, &entry),
+            EntryKind::Directory | EntryKind::File(_) => NodeKind::File(FileData::empty()),
+            EntryKind::Symlink => NodeKind::Symlink(entry.link.clone()),
+            EntryKind::Fifo => NodeKind::Fifo,
+            EntryKind::BlockDevice => NodeKind::BlockDevice(rdev(&entry)),
+            EntryKind::CharDevice if rdev(&entry) == WHITEOUT => {
+                return self.drop_whiteout_device(&place, &entry);
+            }
+            EntryKind::CharDevice => NodeKind::CharDevice(rdev(&entry)),
+        };
+        let id = self.layer.add(&place, &entry.path, metadata, kind)?;
+        if let EntryKind::File(pieces) = &entry.kind {
+            self.contents(id, entry.size, pieces.as_deref(), reader)?;
+        }
+        Ok(())
+    }
+
+    fn metadata(&mut self, entry: &mut Entry) -> Result<Metadata> {
+        let mut xattrs = std::mem::take(&mut entry.xattrs);
+        let acls = [
+            (&b"system.posix_acl_access"[..], &entry.acls.0),
+            (b"system.posix_acl_default", &entry.acls.1),
+        ];
+        for (name, text) in acls {
+            let Some(text) = text else { continue };
+            if xattrs.contains_key(name) {
+                continue;
+            }
+            match crate::acl::from_text(text) {
+                Ok(Some(value)) => {
+                    xattrs.insert(name.to_vec(), value);
+                }
+                Ok(None) => {}
+                Err(why) => {
+                    let shown = crate::show(&entry.path);
+                    self.layer
+                        .warnings
+                        .add(format!("dropped an ACL of {shown}: {why}"));
+                }
+            }
+        }
+        self.filter
+            .xattrs
+            .filter(&entry.path, &mut xattrs, &mut self.layer.warnings)?;
+        Ok(Metadata {
+            mode: entry.mode,
+            uid: entry.uid,
+            gid: entry.gid,
+            mtime: entry.mtime,
+            xattrs,
+        })
+    }
+
+    fn directory(&mut self, entry: &Entry, metadata: Metadata) -> Result<()> {
+        match self.layer.place(self.start, &entry.path)? {
+            Place::Root => self
+                .layer
+                .define_start(self.start, metadata, self.defines_root),
+            place @ Place::Named { .. } => {
+                self.layer.add_directory(&place, metadata)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A whiteout or an opaque mark; its type and content do not matter.
+    fn mark(&mut self, entry: &Entry, name: &[u8]) -> Result<()> {
+        let Place::Named { parent, .. } = self.layer.place(self.start, &entry.path)? else {
+            return Ok(());
+        };
+        if name == OPAQUE {
+            self.layer.add_opaque(parent);
+            return Ok(());
+        }
+        if name.starts_with(AUFS) {
+            self.layer
+                .warnings
+                .add(format!("left out {}: aufs' own", crate::show(&entry.path)));
+            return Ok(());
+        }
+        match name.strip_prefix(PREFIX).unwrap_or_default() {
+            b"" | b"." | b".." => Err(PackError::unsupported(
+                &entry.path,
+                "it is a whiteout of nothing that can be",
+            )),
+            hidden => {
+                self.layer.add_whiteout(parent, hidden.to_vec());
+                Ok(())
+            }
+        }
+    }
+
+    fn hard_link(&mut self, place: &Place, entry: &Entry) -> Result<()> {
+        self.limits.check_path(&entry.link)?;
+        let target = match self.layer.place(self.start, &entry.link)? {
+            Place::Root => None,
+            Place::Named { parent, name } => self.layer.tree.child(parent, &name),
+        };
+        let target = target.ok_or_else(|| {
+            let why = format!(
+                "it is a hard link to {}, which the archive does not have before it; pack the layers below together with it",
+                crate::show(&entry.link)
+            );
+            PackError::unsupported(&entry.path, why)
+        })?;
+        self.layer.add_link(place, &entry.path, target)
+    }
+
+    /// A device that overlayfs would take for its own mark: it would hide what the layers below
+    /// have of that name, or nothing at all.
+    fn drop_whiteout_device(&mut self, place: &Place, entry: &Entry) -> Result<()> {
+        let shown = crate::show(&entry.path);
+        self.layer.warnings.add(format!(
+            "dropped {shown}: a character device 0:0 would act as a whiteout"
+        ));
+        if let Place::Named { parent, name } = place {
+            self.layer.clear(*parent, name)?;
+        }
+        Ok(())
+    }
+
+    fn contents<R: Read>(
+        &mut self,
+        id: NodeId,
+        size: u64,
+        pieces: Option<&[Piece]>,
+        reader: &mut Reader<R>,
+    ) -> Result<()> {
+        if size <= SMALL && pieces.is_none() {
+            let mut bytes = Vec::with_capacity(usize::try_from(size).unwrap_or_default());
+            reader
+                .read_to_end(&mut bytes)
+                .map_err(|error| reader.error(error))?;
+            self.progress.bytes(size);
+            self.kept_bytes += bytes.len();
+            self.kept_back.push((id, bytes));
+            if self.kept_bytes >= KEEP_BACK {
+                self.flush()?;
+            }
+            return Ok(());
+        }
+        let mut bytes = Stored {
+            reader,
+            pieces,
+            at: 0,
+            size,
+            progress: self.progress,
+        };
+        let content = content::store(self.writer, &mut bytes, size)?;
+        self.layer.set_content(id, content);
+        Ok(())
+    }
+
+    /// Stores what was kept back.
+    fn flush(&mut self) -> Result<()> {
+        self.kept_bytes = 0;
+        for (id, bytes) in self.kept_back.drain(..) {
+            let content = content::store_small(self.writer, &bytes)?;
+            self.layer.set_content(id, content);
+        }
+        Ok(())
+    }
+}
+
+fn rdev(entry: &Entry) -> Rdev {
+    Rdev {
+        major: entry.rdev.0,
+        minor: entry.rdev.1,
+    }
+}
+
+/// An entry's stored bytes, spread to where they belong in the file.
+struct Stored<'a, R> {
+    reader: &'a mut Reader<R>,
+    /// Pieces still to come, the current one shortened by what was read; None for a dense file.
+    pieces: Option<&'a [Piece]>,
+    at: u64,
+    size: u64,
+    progress: &'a dyn Progress,
+}
+
+impl<R: Read> Bytes for Stored<'_, R> {
+    fn next(&mut self, buffer: &mut [u8]) -> io::Result<Next> {
+        let mut want = buffer.len() as u64;
+        if let Some(pieces) = self.pieces {
+            // Pieces that are behind us or empty.
+            let done = pieces
+                .iter()
+                .take_while(|piece| piece.offset + piece.len <= self.at)
+                .count();
+            let pieces = pieces.get(done..).unwrap_or_default();
+            self.pieces = Some(pieces);
+            let start = pieces.first().map_or(self.size, |piece| piece.offset);
+            if start > self.at {
+                let hole = start - self.at;
+                self.at = start;
+                return Ok(Next::Hole(hole));
+            }
+            let Some(piece) = pieces.first() else {
+                return Ok(Next::End);
+            };
+            want = want.min(piece.offset + piece.len - self.at);
+        }
+        let want = usize::try_from(want).unwrap_or(usize::MAX);
+        match self
+            .reader
+            .read(buffer.get_mut(..want).unwrap_or_default())?
+        {
+            0 => Ok(Next::End),
+            n => {
+                self.at += n as u64;
+                self.progress.bytes(n as u64);
+                Ok(Next::Data(n))
+            }
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! An overlay's upper directory: what its entries mean to the layers below.
+//!
+//! overlayfs marks removals as character devices 0:0 or as files with an attribute, directories
+//! that hide what lies below with another, and keeps notes of its own in more of them. Only the
+//! two meanings leave the node; see SEMANTICS.md.
+
+use std::collections::BTreeMap;
+
+use rustix::fs::{FileType, Stat};
+
+use crate::dir::{Meaning, View, metadata};
+use crate::error::{PackError, Result};
+use crate::idmap::IdMap;
+use crate::options::OverlayXattrs;
+use crate::warnings::Warnings;
+use crate::xattrs::{Allowed, is_overlay};
+use crate::{acl, capability};
+
+/// Readings of a file that changes before giving up.
+const RETRIES: u32 = 3;
+
+/// See the module's documentation.
+pub(crate) struct Upper<'a> {
+    /// Attributes to keep.
+    pub xattrs: &'a Allowed,
+    /// Which attributes are the overlay's own.
+    pub marks: OverlayXattrs,
+    /// Owners.
+    pub users: IdMap,
+    /// Groups.
+    pub groups: IdMap,
+}
+
+impl Upper<'_> {
+    fn prefix(&self) -> &'static [u8] {
+        match self.marks {
+            OverlayXattrs::Trusted => b"trusted.overlay.",
+            OverlayXattrs::User => b"user.overlay.",
+        }
+    }
+
+    /// Splits the overlay's own attributes off, by the name after their prefix.
+    fn take_marks(
+        &self,
+        path: &[u8],
+        xattrs: &mut BTreeMap<Vec<u8>, Vec<u8>>,
+        warnings: &mut Warnings,
+    ) -> BTreeMap<Vec<u8>, Vec<u8>> {
+        let mut marks = BTreeMap::new();
+        xattrs.retain(|name, value| {
+            if let Some(mark) = name.strip_prefix(self.prefix()) {
+                marks.insert(mark.to_vec(), std::mem::take(value));
+                return false;
+            }
+            if is_overlay(name) {
+                // Not of this mount, but another kind of mount would obey it.
+                warnings.add(format!(
+                    "dropped attribute {} of {}",
+                    crate::show(name),
+                    crate::show(path)
+                ));
+                return false;
+            }
+            true
+        });
+        marks
+    }
+
+    /// Owners within attributes.
+    fn map_values(&self, path: &[u8], xattrs: &mut BTreeMap<Vec<u8>, Vec<u8>>) -> Result<()> {
+        for name in [&b"system.posix_acl_access"[..], b"system.posix_acl_default"] {
+            let Some(value) = xattrs.get_mut(name) else {
+                continue;
+            };
+            let mapped = acl::map_ids(
+                value,
+                |id| self.users.inside(path, id),
+                |id| self.groups.inside(path, id),
+            )?;
+            *value = mapped.ok_or_else(|| PackError::unsupported(path, "its ACL is damaged"))?;
+        }
+        if let Some(value) = xattrs.get_mut(&b"security.capability"[..]) {
+            let mapped = capability::map_root(value, |id| self.users.inside(path, id))?;
+            *value = mapped
+                .ok_or_else(|| PackError::unsupported(path, "its file capabilities are damaged"))?;
+        }
+        Ok(())
+    }
+}
+
+impl View for Upper<'_> {
+    fn wants(&self, name: &[u8]) -> bool {
+        self.xattrs.keeps(name) || is_overlay(name)
+    }
+
+    fn meaning(
+        &self,
+        path: &[u8],
+        stat: &Stat,
+        mut xattrs: BTreeMap<Vec<u8>, Vec<u8>>,
+        warnings: &mut Warnings,
+    ) -> Result<Meaning> {
+        let kind = FileType::from_raw_mode(stat.st_mode);
+        if kind == FileType::CharacterDevice && stat.st_rdev == 0 {
+            return Ok(Meaning::Whiteout);
+        }
+        let marks = self.take_marks(path, &mut xattrs, warnings);
+        let mark = |name: &str| marks.get(name.as_bytes());
+        if kind == FileType::RegularFile && stat.st_size == 0 && mark("whiteout").is_some() {
+            return Ok(Meaning::Whiteout);
+        }
+        if mark("metacopy").is_some() {
+            let why =
+                "only its metadata is in the upper directory; mount the overlay with metacopy=off";
+            return Err(PackError::unsupported(path, why));
+        }
+        if mark("redirect").is_some() {
+            let why = "it was renamed and its contents are still in a lower layer; mount the overlay with redirect_dir=off";
+            return Err(PackError::unsupported(path, why));
+        }
+        // "x" says that there are whiteouts of the attribute kind inside, not that it is opaque.
+        let opaque = kind == FileType::Directory
+            && mark("opaque").is_some_and(|value| value.as_slice() == b"y");
+        self.map_values(path, &mut xattrs)?;
+        self.xattrs.filter(path, &mut xattrs, warnings)?;
+        let mut metadata = metadata(stat, xattrs);
+        metadata.uid = self.users.inside(path, metadata.uid)?;
+        metadata.gid = self.groups.inside(path, metadata.gid)?;
+        Ok(Meaning::Entry { metadata, opaque })
+    }
+
+    fn retries(&self) -> u32 {
+        RETRIES
+    }
+}
