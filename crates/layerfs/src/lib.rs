@@ -2,16 +2,24 @@
 //!
 //! See `SEMANTICS.md` beside this crate for what is promised to readers, in which states.
 //!
+//! * [`Node`]: layers and stacks mounted from one state directory.
 //! * [`fuse`]: a small transport for a directory of read-only blobs.
 //! * [`cache`]: what the node holds of a layer's data.
 //! * [`fetch`]: what brings the rest, verified.
+//! * [`implicit`]: directories that a layer has but does not define.
 
 pub mod cache;
 mod error;
 pub mod fetch;
 mod files;
 pub mod fuse;
+pub mod implicit;
+mod node;
 mod pool;
 mod sync;
 
 pub use error::{LayerfsError, Result};
+pub use node::{
+    LayerHandle, LayerStatus, LeaseInfo, LeaseSpec, Node, NodeConfig, NodeStatus, Stack,
+    StoreOpener, Totals,
+};

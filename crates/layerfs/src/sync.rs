@@ -22,6 +22,15 @@ impl<T> Mutex<T> {
     pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// The lock, if nobody holds it.
+    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        match self.0.try_lock() {
+            Ok(guard) => Some(guard),
+            Err(std::sync::TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(std::sync::TryLockError::WouldBlock) => None,
+        }
+    }
 }
 
 /// A readers-writer lock that ignores poisoning.
@@ -42,6 +51,17 @@ impl<T> RwLock<T> {
     }
 }
 
+impl<T> RwLock<T> {
+    /// The write lock, if nobody holds the lock at all.
+    pub(crate) fn try_write(&self) -> Option<std::sync::RwLockWriteGuard<'_, T>> {
+        match self.0.try_write() {
+            Ok(guard) => Some(guard),
+            Err(std::sync::TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(std::sync::TryLockError::WouldBlock) => None,
+        }
+    }
+}
+
 /// A condition variable for [`Mutex`].
 #[derive(Debug, Default)]
 pub(crate) struct Condvar(std::sync::Condvar);
@@ -51,6 +71,7 @@ impl Condvar {
         Self(std::sync::Condvar::new())
     }
 
+    #[cfg(test)]
     pub(crate) fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
         self.0.wait(guard).unwrap_or_else(PoisonError::into_inner)
     }

@@ -75,16 +75,12 @@ pub(crate) mod init {
 pub(crate) const FOPEN_DIRECT_IO: u32 = 1 << 0;
 /// `FOPEN_KEEP_CACHE`: pages cached by an earlier open stay valid.
 pub(crate) const FOPEN_KEEP_CACHE: u32 = 1 << 1;
-/// `FOPEN_CACHE_DIR` is not used: the directory changes whenever a layer comes or goes.
 /// `FOPEN_NOFLUSH`: close(2) sends no FLUSH.
 pub(crate) const FOPEN_NOFLUSH: u32 = 1 << 5;
 
 /// `FUSE_NOTIFY_RESEND`: asks the kernel to send every request again that was read by a
 /// server which is gone (Linux 6.9).
 pub(crate) const NOTIFY_RESEND: i32 = 7;
-
-/// Bit of `unique` that marks a request sent again.
-pub(crate) const UNIQUE_RESEND: u64 = 1 << 63;
 
 #[repr(C)]
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Clone, Copy, Debug)]

@@ -1,0 +1,344 @@
+//! Bringing one layer up and down.
+//!
+//! Up: manifest, metadata, map and locator are fetched (or found in the cache) and verified, the
+//! blob joins the FUSE directory, the kernel mounts EROFS over metadata file and blob. Every
+//! step can be repeated, and what a failed one leaves is used or replaced by the next.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use layerpack_erofs::Image;
+use layerpack_store::{Blob as BlobRef, Digest, LayerId, LayerMap, LayerStore, Locator, Manifest};
+use layerpack_sys::mount;
+
+use super::Node;
+use super::types::LayerHandle;
+use crate::cache::BlobCache;
+use crate::error::{IoContext, LayerfsError, Result};
+use crate::fetch::{Blob, BlobParts};
+use crate::files;
+use crate::sync::Ordering;
+
+/// Name of the metadata image in a layer's cache directory.
+pub(super) const META: &str = "meta.erofs";
+const MAP: &str = "map";
+const LOCATOR: &str = "locator";
+
+/// A layer on the node. Locked while it goes up or down.
+#[derive(Debug, Default)]
+pub(super) struct Slot {
+    pub(super) up: Option<Up>,
+}
+
+/// A layer that is mounted.
+#[derive(Debug)]
+pub(super) struct Up {
+    pub(super) mountpoint: PathBuf,
+    pub(super) manifest: Manifest,
+    pub(super) manifest_digest: Digest,
+    /// Since when no lease uses it.
+    pub(super) idle_since: Instant,
+}
+
+/// A layer's store as the node knows it: open already, or by address only (after a restart).
+#[derive(Clone)]
+pub(super) enum StoreRef {
+    Open(LayerStore),
+    Address(String),
+}
+
+impl StoreRef {
+    pub(super) fn url(&self) -> &str {
+        match self {
+            Self::Open(store) => store.url(),
+            Self::Address(url) => url,
+        }
+    }
+}
+
+impl Node {
+    fn opened(&self, store: &StoreRef) -> Result<LayerStore> {
+        match store {
+            StoreRef::Open(store) => Ok(store.clone()),
+            StoreRef::Address(url) => Ok((self.config.open_store)(url)?),
+        }
+    }
+
+    /// The manifest of that digest, from the node's copy or the store.
+    pub(super) fn manifest(&self, store: &StoreRef, digest: &Digest) -> Result<Manifest> {
+        let dir = self.root.join("manifests");
+        let path = dir.join(digest.hex());
+        if let Ok(bytes) = fs_err::read(&path)
+            && Digest::of(&bytes) == *digest
+            && let Ok(manifest) = Manifest::from_bytes(&bytes)
+        {
+            return Ok(manifest);
+        }
+        let manifest = self.opened(store)?.manifest(digest)?;
+        let bytes = manifest
+            .to_bytes()
+            .map_err(layerpack_store::StoreError::from)?;
+        files::replace(&dir, &path, &[&bytes], false)?;
+        Ok(manifest)
+    }
+
+    /// Brings a layer up, or finds it up.
+    pub(super) fn bring_up(
+        &self,
+        store: &StoreRef,
+        manifest: Manifest,
+        manifest_digest: &Digest,
+    ) -> Result<LayerHandle> {
+        let layer_id = manifest.layer_id();
+        let slot = self.slot(layer_id);
+        let mut slot = slot.lock();
+        if let Some(up) = &slot.up {
+            return Ok(LayerHandle {
+                layer_id,
+                mountpoint: up.mountpoint.clone(),
+            });
+        }
+        let dir = self.root.join("cache").join(layer_id.hex());
+        fs_err::create_dir_all(&dir).at("create", &dir)?;
+        let meta = dir.join(META);
+        self.ensure_meta(store, &manifest, &meta)?;
+        let blob = self.ensure_blob(store, &manifest, &dir)?;
+        let mountpoint = self.root.join("layers").join(layer_id.hex());
+        match self.mount_layer(&meta, blob.is_some().then_some(layer_id), &mountpoint) {
+            Ok(()) => {}
+            Err(e) => {
+                self.registry.retire(layer_id);
+                return Err(e);
+            }
+        }
+        slot.up = Some(Up {
+            mountpoint: mountpoint.clone(),
+            manifest,
+            manifest_digest: *manifest_digest,
+            idle_since: Instant::now(),
+        });
+        Ok(LayerHandle {
+            layer_id,
+            mountpoint,
+        })
+    }
+
+    /// Has the verified metadata image in the cache. Reading it here to verify it also leaves
+    /// it in the page cache, so that the first walk of the tree waits for no disk.
+    fn ensure_meta(&self, store: &StoreRef, manifest: &Manifest, path: &Path) -> Result<()> {
+        let bytes = match read_verified(path, &manifest.meta) {
+            Some(bytes) => bytes,
+            None => {
+                let bytes = self.opened(store)?.meta(manifest)?;
+                self.count_meta(bytes.len());
+                replace_with(path, &bytes)?;
+                bytes
+            }
+        };
+        let damaged = |what: String| LayerfsError::Damaged {
+            layer: *manifest.layer_id().digest(),
+            what,
+        };
+        let image = Image::open(&bytes).map_err(|e| damaged(e.to_string()))?;
+        let devices = image.devices().len();
+        if devices != usize::from(manifest.data_size > 0) {
+            return Err(damaged(format!(
+                "its metadata names {devices} data files, its manifest says {} bytes of data",
+                manifest.data_size
+            )));
+        }
+        Ok(())
+    }
+
+    /// The layer's blob, in the FUSE directory; `None` if the layer has no file data.
+    fn ensure_blob(
+        &self,
+        store: &StoreRef,
+        manifest: &Manifest,
+        dir: &Path,
+    ) -> Result<Option<Arc<Blob>>> {
+        let layer = manifest.layer_id();
+        if let Some(entry) = self.registry.get(layer) {
+            // Still held by a mount that outlived our own: the same blob serves on.
+            self.registry.revive(layer);
+            return Ok(Some(Arc::clone(&entry.blob)));
+        }
+        let map = self.ensure_map(store, manifest, dir)?;
+        if map.data_size() == 0 {
+            return Ok(None);
+        }
+        let locator = self.ensure_locator(store, manifest, &map, dir)?;
+        let cache = BlobCache::open(
+            dir,
+            manifest.map.digest.as_bytes(),
+            map.data_size(),
+            map.extents().len() as u64,
+            self.boot,
+        )?;
+        let url = store.url().to_owned();
+        let (opener, address) = (Arc::clone(&self.config.open_store), url.clone());
+        let blob = Blob::new(
+            BlobParts {
+                manifest: manifest.clone(),
+                map,
+                locator,
+                cache,
+                store_url: url,
+                store: match store {
+                    StoreRef::Open(store) => Some(store.clone()),
+                    StoreRef::Address(_) => None,
+                },
+                open_store: Arc::new(move || opener(&address)),
+            },
+            Arc::clone(&self.fetcher),
+        );
+        self.registry
+            .add(Arc::clone(&blob))
+            .ok_or_else(|| LayerfsError::Damaged {
+                layer: *layer.digest(),
+                what: "its identity begins like that of another layer on this node".to_owned(),
+            })?;
+        Ok(Some(blob))
+    }
+
+    /// The layer's map: it never changes, so a verified copy is as good as the store's.
+    fn ensure_map(&self, store: &StoreRef, manifest: &Manifest, dir: &Path) -> Result<LayerMap> {
+        let path = dir.join(MAP);
+        let cached =
+            read_verified(&path, &manifest.map).and_then(|bytes| LayerMap::parse(&bytes).ok());
+        let map = match cached {
+            Some(map) => map,
+            None => {
+                let map = self.opened(store)?.map(manifest)?;
+                let bytes = map.to_bytes();
+                self.count_meta(bytes.len());
+                replace_with(&path, &bytes)?;
+                map
+            }
+        };
+        if map.data_size() != manifest.data_size {
+            return Err(LayerfsError::Damaged {
+                layer: *manifest.layer_id().digest(),
+                what: format!(
+                    "its map speaks of {} bytes of data, its manifest of {}",
+                    map.data_size(),
+                    manifest.data_size
+                ),
+            });
+        }
+        Ok(map)
+    }
+
+    /// Where the store has the layer's frames. That is the store's business and may change, so
+    /// a store that is at hand is asked first; after a restart the last answer will do (a fetch
+    /// that does not find its frame asks again).
+    fn ensure_locator(
+        &self,
+        store: &StoreRef,
+        manifest: &Manifest,
+        map: &LayerMap,
+        dir: &Path,
+    ) -> Result<Locator> {
+        let path = dir.join(LOCATOR);
+        let kept = || {
+            fs_err::read(&path)
+                .ok()
+                .and_then(|bytes| Locator::parse(&bytes, &manifest.map.digest, map).ok())
+        };
+        if let StoreRef::Address(_) = store
+            && let Some(locator) = kept()
+        {
+            return Ok(locator);
+        }
+        let fetched = self
+            .opened(store)
+            .and_then(|store| Ok(store.locator(manifest, map)?));
+        match fetched {
+            Ok(locator) => {
+                let bytes = locator.to_bytes();
+                self.count_meta(bytes.len());
+                replace_with(&path, &bytes)?;
+                Ok(locator)
+            }
+            Err(e) => {
+                let Some(kept) = kept() else { return Err(e) };
+                tracing::warn!(layer = %manifest.layer_id(), error = %e,
+                    "the store does not answer; using what it said before");
+                Ok(kept)
+            }
+        }
+    }
+
+    /// Mounts EROFS at `mountpoint`.
+    pub(super) fn mount_layer(
+        &self,
+        meta: &Path,
+        data: Option<LayerId>,
+        mountpoint: &Path,
+    ) -> Result<()> {
+        fs_err::create_dir_all(mountpoint).at("create", mountpoint)?;
+        let device = data.map(|layer| self.blobs_dir().join(layer.hex()));
+        let devices: Vec<&Path> = device.iter().map(PathBuf::as_path).collect();
+        let fd = mount::erofs(meta, &devices, &mount::ErofsOptions::default()).map_err(|e| {
+            if e.errno == rustix::io::Errno::NOTBLK {
+                LayerfsError::Unsupported {
+                    feature: "mounting EROFS from a file",
+                    reason: e.to_string(),
+                    remedy: "a kernel from 6.12 on has it",
+                }
+            } else {
+                LayerfsError::Sys(e)
+            }
+        })?;
+        mount::attach(std::os::fd::AsFd::as_fd(&fd), mountpoint)?;
+        // An open descriptor of the mount would keep it busy.
+        drop(fd);
+        // The root directory comes from the metadata file: this asks nothing of our own FUSE.
+        if let Ok(stat) = rustix::fs::stat(mountpoint) {
+            super::set_read_ahead(stat.st_dev, self.config.read_ahead_kb);
+        }
+        Ok(())
+    }
+
+    /// Takes a layer down unless something still uses its mount point. Returns whether it is
+    /// down.
+    pub(super) fn take_down(&self, layer: LayerId, force: bool) -> Result<bool> {
+        let slot = self.slot(layer);
+        let mut slot = slot.lock();
+        let Some(up) = &slot.up else {
+            return Ok(true);
+        };
+        if !force && self.is_leased(layer) {
+            return Ok(false);
+        }
+        match super::unmount_busy(&up.mountpoint, force)? {
+            false => return Ok(false),
+            true => {
+                let _ = fs_err::remove_dir(&up.mountpoint);
+            }
+        }
+        self.registry.retire(layer);
+        slot.up = None;
+        Ok(true)
+    }
+
+    fn count_meta(&self, len: usize) {
+        self.meta_fetched.fetch_add(len as u64, Ordering::Relaxed);
+    }
+}
+
+/// The file's bytes if they are exactly what the manifest says.
+pub(super) fn read_verified(path: &Path, blob: &BlobRef) -> Option<Vec<u8>> {
+    if fs_err::metadata(path).ok()?.len() != blob.size {
+        return None;
+    }
+    let bytes = fs_err::read(path).ok()?;
+    (Digest::of(&bytes) == blob.digest).then_some(bytes)
+}
+
+/// Replaces a file of a layer's cache directory. Not synced: what is read later is verified.
+fn replace_with(path: &Path, bytes: &[u8]) -> Result<()> {
+    let dir = path.parent().unwrap_or(Path::new("."));
+    files::replace(dir, path, &[bytes], false)
+}

@@ -1,0 +1,475 @@
+//! A node: everything that is mounted from one state directory.
+//!
+//! ```text
+//! ROOT/node.lock            held while a process serves the directory
+//! ROOT/blobs/               FUSE: one file per layer, named by its identity
+//! ROOT/cache/LAYER/         meta.erofs, map, locator, data, presence files
+//! ROOT/layers/LAYER/        EROFS mounts
+//! ROOT/stacks/STACK/        plan.json; meta.erofs and mnt/ of a generated layer
+//! ROOT/manifests/           manifests by digest
+//! ROOT/leases/              who uses what
+//! ```
+//!
+//! These directories are for root only: layers hold set-id programs that are meant for
+//! sandboxes, not for the users of the host.
+//!
+//! Locks, in the order in which they are taken: `stacking`, one layer's slot, `generated`,
+//! `leases`, the registry. The registry's lock is never held across a system call: the kernel
+//! asks the FUSE threads for the blob while it mounts a layer.
+
+mod layer;
+mod lease;
+mod registry;
+mod stack;
+mod status;
+mod sweep;
+mod types;
+
+use std::collections::{BTreeMap, HashMap};
+use std::io::{Read, Seek, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use layerpack_store::{Digest, LayerId, LayerStore};
+use layerpack_sys::{fusedev, mount};
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use rustix::mount::UnmountFlags;
+
+use crate::cache::BootId;
+use crate::error::{IoContext, LayerfsError, Result};
+use crate::fetch::Fetcher;
+use crate::fuse::Session;
+use crate::sync::{AtomicBool, AtomicU64, Condvar, Mutex, Ordering, RwLock};
+
+use layer::{Slot, StoreRef};
+use lease::Record;
+use registry::Registry;
+
+pub use types::{
+    LayerHandle, LayerStatus, LeaseInfo, LeaseSpec, NodeConfig, NodeStatus, Stack, StoreOpener,
+    Totals,
+};
+
+/// Longest wait for threads at the end.
+const END_LIMIT: Duration = Duration::from_secs(10);
+
+/// The serving side of one state directory. There is one per directory, in one process.
+#[derive(Debug)]
+pub struct Node {
+    root: PathBuf,
+    config: NodeConfig,
+    boot: BootId,
+    boot_text: String,
+    /// Locked for as long as the node lives.
+    _lock: fs_err::File,
+    registry: Arc<Registry>,
+    fetcher: Arc<Fetcher>,
+    session: Mutex<Option<Session>>,
+    stacking: RwLock<()>,
+    slots: Mutex<HashMap<LayerId, Arc<Mutex<Slot>>>>,
+    generated: Mutex<HashMap<Digest, PathBuf>>,
+    leases: Mutex<BTreeMap<String, Record>>,
+    problems: Mutex<Vec<String>>,
+    meta_fetched: AtomicU64,
+    stopped: AtomicBool,
+    housekeeper: Housekeeper,
+}
+
+/// The thread that does what is due from time to time.
+#[derive(Debug, Default)]
+struct Housekeeper {
+    end: Arc<(Mutex<bool>, Condvar)>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Node {
+    /// Starts serving `config.root`: takes its lock, cleans up what a dead predecessor left
+    /// mounted, mounts the blob directory, and brings up again what live leases hold. A lease
+    /// that cannot be restored is a problem in [`Node::status`], not an error.
+    ///
+    /// # Errors
+    /// [`LayerfsError::Owned`] if another process serves the directory; otherwise what stands
+    /// in the way of mounting.
+    pub fn start(config: NodeConfig) -> Result<Arc<Self>> {
+        let boot = BootId::current()?;
+        let boot_text = lease::boot_text()?;
+        let given = &config.root;
+        fs_err::create_dir_all(given).at("create", given)?;
+        let root = fs_err::canonicalize(given).at("resolve", given)?;
+        check_filesystem(&root)?;
+        let lock = take_lock(&root)?;
+        let mut problems = Vec::new();
+        sweep::unmount_stale(&root, &mut problems)?;
+        for name in ["blobs", "cache", "layers", "stacks", "manifests", "leases"] {
+            let path = root.join(name);
+            let mut builder = std::fs::DirBuilder::new();
+            builder.recursive(true).mode(0o700);
+            builder.create(&path).at("create", &path)?;
+        }
+        sweep::remove_temporaries(&root);
+        let registry = Arc::new(Registry::new(config.open_mode));
+        let fetcher = Fetcher::new(config.fetch);
+        let session = serve_blobs(&config, &root, &registry)?;
+        let records = Record::load_all(&root.join("leases"), &mut problems);
+        let node = Arc::new(Self {
+            root,
+            config,
+            boot,
+            boot_text,
+            _lock: lock,
+            registry,
+            fetcher,
+            session: Mutex::new(Some(session)),
+            stacking: RwLock::new(()),
+            slots: Mutex::new(HashMap::new()),
+            generated: Mutex::new(HashMap::new()),
+            leases: Mutex::new(BTreeMap::new()),
+            problems: Mutex::new(problems),
+            meta_fetched: AtomicU64::new(0),
+            stopped: AtomicBool::new(false),
+            housekeeper: Housekeeper::default(),
+        });
+        // From here on, dropping the node unmounts what was mounted.
+        node.restore(records?)?;
+        node.keep_house()?;
+        Ok(node)
+    }
+
+    /// The node's directory.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    fn blobs_dir(&self) -> PathBuf {
+        self.root.join("blobs")
+    }
+
+    fn slot(&self, layer: LayerId) -> Arc<Mutex<Slot>> {
+        Arc::clone(self.slots.lock().entry(layer).or_default())
+    }
+
+    fn check_running(&self) -> Result<()> {
+        if self.stopped.load(Ordering::Acquire) {
+            return Err(LayerfsError::Stopped {
+                root: self.root.clone(),
+            });
+        }
+        Ok(())
+    }
+
+    fn problem(&self, what: String) {
+        tracing::warn!(problem = %what);
+        let mut problems = self.problems.lock();
+        // The newest hundred say enough.
+        if problems.len() >= 100 {
+            problems.remove(0);
+        }
+        problems.push(what);
+    }
+
+    /// Mounts one layer without a lease: it stays until it is the longest idle of too many, or
+    /// the node stops.
+    ///
+    /// # Errors
+    /// When the layer cannot be had or mounted.
+    pub fn layer_up(&self, store: &LayerStore, manifest: &Digest) -> Result<LayerHandle> {
+        self.check_running()?;
+        let _stacking = self.stacking.read();
+        let store = StoreRef::Open(store.clone());
+        let parsed = self.manifest(&store, manifest)?;
+        self.bring_up(&store, parsed, manifest)
+    }
+
+    fn restore(&self, records: Vec<Record>) -> Result<()> {
+        let leases_dir = self.root.join("leases");
+        for record in records {
+            let id = record.spec().id.clone();
+            if !record.is_alive(&self.boot_text) {
+                Record::remove(&leases_dir, &id)?;
+                continue;
+            }
+            self.leases.lock().insert(id.clone(), record.clone());
+            if let Err(e) = self.restore_lease(&record) {
+                self.problem(format!("lease {id} cannot be served: {e}"));
+            }
+        }
+        Ok(())
+    }
+
+    fn keep_house(self: &Arc<Self>) -> Result<()> {
+        let node = Arc::downgrade(self);
+        let end = Arc::clone(&self.housekeeper.end);
+        let pause = self.config.housekeeping;
+        let thread = std::thread::Builder::new()
+            .name("housekeeping".to_owned())
+            .stack_size(512 * 1024)
+            .spawn(move || housekeeping(&node, &end, pause))
+            .at("start a thread for", &self.root)?;
+        *self.housekeeper.thread.lock() = Some(thread);
+        Ok(())
+    }
+
+    /// One round of housekeeping: ends leases of dead processes, unmounts what is idle beyond
+    /// the limit, makes the caches' state durable.
+    pub fn tidy(&self) {
+        let dead: Vec<String> = self
+            .leases
+            .lock()
+            .values()
+            .filter(|record| record.spec().pid.is_some() && !record.is_alive(&self.boot_text))
+            .map(|record| record.spec().id.clone())
+            .collect();
+        for id in dead {
+            if let Err(e) = self.release(&id) {
+                self.problem(format!("lease {id} of a dead process cannot be released: {e}"));
+            }
+        }
+        self.trim_idle();
+        self.checkpoint();
+    }
+
+    /// Makes what the caches hold survive a crash of the machine.
+    fn checkpoint(&self) {
+        for entry in self.registry.entries() {
+            if let Err(e) = entry.blob.cache().checkpoint() {
+                self.problem(format!("cache of layer {}: {e}", entry.blob.layer()));
+            }
+        }
+    }
+
+    /// Unmounts everything and ends. With `force`, also under the hands of users: their reads
+    /// of data that is not cached by the kernel fail from then on.
+    ///
+    /// # Errors
+    /// [`LayerfsError::InUse`] without `force` if there are leases, or if something still uses a
+    /// mount; the node then goes on serving.
+    pub fn stop(&self, force: bool) -> Result<()> {
+        if self.stopped.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        let result = self.unmount_all(force);
+        if result.is_err() && !force {
+            self.stopped.store(false, Ordering::Release);
+            return result;
+        }
+        *self.housekeeper.end.0.lock() = true;
+        self.housekeeper.end.1.notify_all();
+        let thread = self.housekeeper.thread.lock().take();
+        if let Some(thread) = thread
+            && thread.thread().id() != std::thread::current().id()
+        {
+            let _ = thread.join();
+        }
+        self.fetcher.close(END_LIMIT);
+        self.checkpoint();
+        result
+    }
+
+    fn unmount_all(&self, force: bool) -> Result<()> {
+        // Waits for stacks that are on their way up; new ones are refused.
+        let _alone = self.stacking.write();
+        if !force {
+            let users: Vec<String> = self
+                .leases()
+                .iter()
+                .map(|l| format!("{} lease {}", l.spec.owner, l.spec.id))
+                .collect();
+            if !users.is_empty() {
+                return Err(LayerfsError::InUse {
+                    what: users.join(", "),
+                });
+            }
+        }
+        let busy = |path: &Path| LayerfsError::InUse {
+            what: path.display().to_string(),
+        };
+        let mut generated = self.generated.lock();
+        let mounts: Vec<(Digest, PathBuf)> =
+            generated.iter().map(|(d, p)| (*d, p.clone())).collect();
+        for (digest, path) in mounts {
+            if !unmount_busy(&path, force)? {
+                return Err(busy(&path));
+            }
+            generated.remove(&digest);
+        }
+        drop(generated);
+        let layers: Vec<LayerId> = self.slots.lock().keys().copied().collect();
+        for layer in layers {
+            if !self.take_down(layer, force)? {
+                return Err(busy(&self.root.join("layers").join(layer.hex())));
+            }
+        }
+        let blobs = self.blobs_dir();
+        if force {
+            // Ends the connection: whoever still has a copy of a mount gets errors, and our
+            // threads end.
+            let _ = rustix::mount::unmount(&blobs, UnmountFlags::FORCE | UnmountFlags::NOFOLLOW);
+        }
+        if !unmount_busy(&blobs, force)? {
+            return Err(busy(&blobs));
+        }
+        let session = self.session.lock().take();
+        if let Some(session) = session
+            && !session.wait(END_LIMIT)
+        {
+            // Without force, a copy of a mount in some sandbox keeps the filesystem alive. It
+            // goes on being served until this process ends.
+            tracing::warn!("a mount of layer data is still in use elsewhere");
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        if let Err(e) = self.stop(true) {
+            tracing::error!(root = %self.root.display(), error = %e, "node left mounts behind");
+        }
+    }
+}
+
+fn housekeeping(node: &Weak<Node>, end: &(Mutex<bool>, Condvar), pause: Duration) {
+    loop {
+        let ended = end.0.lock();
+        if *ended {
+            return;
+        }
+        let ended = end.1.wait_timeout(ended, pause);
+        if *ended {
+            return;
+        }
+        drop(ended);
+        let Some(node) = node.upgrade() else { return };
+        node.tidy();
+    }
+}
+
+/// Opens, mounts and serves the blob directory.
+fn serve_blobs(config: &NodeConfig, root: &Path, registry: &Arc<Registry>) -> Result<Session> {
+    let blobs = root.join("blobs");
+    let unsupported = |e: layerpack_sys::SysError| match e.errno {
+        Errno::NOENT | Errno::NODEV | Errno::NXIO => LayerfsError::Unsupported {
+            feature: "FUSE",
+            reason: e.to_string(),
+            remedy: "load the kernel's fuse module and make /dev/fuse available",
+        },
+        Errno::PERM | Errno::ACCESS => LayerfsError::Unsupported {
+            feature: "mounting",
+            reason: e.to_string(),
+            remedy: "run the daemon as root",
+        },
+        _ => LayerfsError::Sys(e),
+    };
+    let device = fusedev::open().map_err(unsupported)?;
+    let source = format!("layerpack:{}", root.display());
+    let source = if source.len() < 256 { source.as_str() } else { "layerpack" };
+    let fd = mount::fuse(device.as_fd(), false, config.session.max_read, source)
+        .map_err(unsupported)?;
+    let mut channels: Vec<OwnedFd> = Vec::with_capacity(config.channels.max(1));
+    for _ in 1..config.channels.max(1) {
+        channels.push(fusedev::clone(device.as_fd())?);
+    }
+    channels.push(device);
+    let source: Arc<dyn crate::fuse::BlobSource> = Arc::clone(registry) as _;
+    let session = Session::start(channels, config.session, source)
+        .at("start threads for", &blobs)?;
+    mount::attach(fd.as_fd(), &blobs)?;
+    // A descriptor of the mount would keep it alive after unmount.
+    drop(fd);
+    if let Some(entry) = layerpack_sys::mountinfo::read()?
+        .into_iter()
+        .rev()
+        .find(|entry| entry.target == blobs)
+    {
+        let (major, minor) = entry.device;
+        write_read_ahead(major, minor, config.read_ahead_kb);
+    }
+    Ok(session)
+}
+
+/// Sets a mount's readahead; the kernel's own is 128 KiB, and FUSE cannot ask for more.
+fn set_read_ahead(device: u64, kib: u32) {
+    write_read_ahead(
+        rustix::fs::major(device),
+        rustix::fs::minor(device),
+        kib,
+    );
+}
+
+fn write_read_ahead(major: u32, minor: u32, kib: u32) {
+    let path = format!("/sys/class/bdi/{major}:{minor}/read_ahead_kb");
+    if let Err(e) = fs_err::write(&path, kib.to_string()) {
+        // Only slower.
+        tracing::debug!(error = %e, "readahead cannot be set");
+    }
+}
+
+/// Unmounts; `false` if it is busy and `force` is not given. What is not mounted is fine.
+fn unmount_busy(path: &Path, force: bool) -> Result<bool> {
+    match mount::unmount(path, false) {
+        Ok(()) => Ok(true),
+        Err(e) if matches!(e.errno, Errno::INVAL | Errno::NOENT) => Ok(true),
+        Err(e) if e.errno == Errno::BUSY && !force => Ok(false),
+        Err(e) if e.errno == Errno::BUSY => {
+            mount::unmount(path, true)?;
+            Ok(true)
+        }
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Takes the lock file of a node directory.
+fn take_lock(root: &Path) -> Result<fs_err::File> {
+    let path = root.join("node.lock");
+    let mut file = fs_err::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(&path)
+        .at("open", &path)?;
+    if let Err(e) = flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        if e != Errno::WOULDBLOCK {
+            return Err(e).at("lock", &path);
+        }
+        let mut holder = String::new();
+        let _ = Read::by_ref(&mut file).take(100).read_to_string(&mut holder);
+        let holder = holder.trim();
+        return Err(LayerfsError::Owned {
+            root: root.to_path_buf(),
+            holder: if holder.is_empty() {
+                "process unknown".to_owned()
+            } else {
+                holder.to_owned()
+            },
+        });
+    }
+    file.set_len(0)
+        .and_then(|()| file.rewind())
+        .and_then(|()| writeln!(file, "process {}", std::process::id()))
+        .at("write", &path)?;
+    Ok(file)
+}
+
+/// The kernel refuses EROFS images that lie on overlayfs or EROFS.
+fn check_filesystem(root: &Path) -> Result<()> {
+    const OVERLAYFS: u64 = 0x794c_7630;
+    const EROFS: u64 = 0xe0f5_e1e2;
+    let found = rustix::fs::statfs(root).at("look at the filesystem of", root)?;
+    let kind = u64::try_from(found.f_type).unwrap_or(0);
+    if matches!(kind, OVERLAYFS | EROFS) {
+        return Err(LayerfsError::Unusable {
+            path: root.to_path_buf(),
+            what: "it lies on overlayfs or EROFS, from which the kernel mounts no layers; \
+                   choose a directory on a disk filesystem or tmpfs"
+                .to_owned(),
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,367 @@
+//! Stacks and leases: which layers are wanted, by whom, and the generated layer of resolved
+//! directories on top.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use layerpack_erofs::{Image, WriteOptions, write_image};
+use layerpack_store::{Digest, Hasher, LayerId, LayerMap, LayerStore, Manifest};
+
+use super::layer::{META, StoreRef, read_verified};
+use super::lease::{Record, check_id};
+use super::types::{LeaseInfo, LeaseSpec, Stack};
+use super::{Node, unmount_busy};
+use crate::error::{IoContext, LayerfsError, Result};
+use crate::{files, implicit};
+
+/// What is known of a stack once it was looked at: written beside its generated layer.
+#[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
+struct Plan {
+    format: u32,
+    /// Layers at the bottom that an opaque root hides.
+    hidden: usize,
+    /// Digest and size of the generated layer's metadata, if there is one.
+    generated: Option<(Digest, u64)>,
+}
+
+const PLAN_FORMAT: u32 = 1;
+
+/// Identity of a stack: of what its layers hold, in order.
+fn stack_digest(layers: &[LayerId]) -> Digest {
+    let mut hasher = Hasher::new();
+    hasher.update(b"layerpack stack v1\0");
+    for layer in layers {
+        hasher.update(layer.digest().as_bytes());
+    }
+    hasher.finish()
+}
+
+impl Node {
+    /// Brings the layers of a stack up (`manifests` from the bottom to the top) and keeps them
+    /// for the lease. Asked again for the same lease and stack, it answers the same.
+    ///
+    /// # Errors
+    /// When a layer cannot be had or mounted; nothing is then held. [`LayerfsError::LeaseTaken`]
+    /// if the lease holds another stack.
+    pub fn stack_up(
+        &self,
+        store: &LayerStore,
+        manifests: &[Digest],
+        lease: &LeaseSpec,
+    ) -> Result<Stack> {
+        self.check_running()?;
+        check_id(&lease.id)?;
+        // Keeps `trim_idle` from unmounting a generated layer that no lease names yet.
+        let stacking = self.stacking.read();
+        if manifests.is_empty() {
+            return Err(LayerfsError::Stack {
+                what: "a stack needs at least one layer".to_owned(),
+            });
+        }
+        if let Some(record) = self.leases.lock().get(&lease.id) {
+            if record.info.manifests != manifests {
+                return Err(LayerfsError::LeaseTaken {
+                    id: lease.id.clone(),
+                });
+            }
+            if !record.info.stack.lowers.is_empty() {
+                return Ok(record.info.stack.clone());
+            }
+        }
+        let store = StoreRef::Open(store.clone());
+        let parsed = self.manifests(&store, manifests)?;
+        let info = LeaseInfo {
+            spec: lease.clone(),
+            manifests: manifests.to_vec(),
+            store: store.url().to_owned(),
+            stack: Stack {
+                lowers: Vec::new(),
+                lease: lease.id.clone(),
+                layers: parsed.iter().map(Manifest::layer_id).collect(),
+            },
+        };
+        // Held before the layers come up, so that nobody takes them down in between.
+        self.leases
+            .lock()
+            .insert(lease.id.clone(), Record::new(info, &self.boot_text));
+        let result = self.bring_stack_up(&store, parsed, manifests).and_then(|lowers| {
+            let record = {
+                let mut leases = self.leases.lock();
+                let Some(record) = leases.get_mut(&lease.id) else {
+                    return Err(LayerfsError::UnknownLease {
+                        id: lease.id.clone(),
+                    });
+                };
+                record.info.stack.lowers = lowers;
+                record.clone()
+            };
+            record.save(&self.root.join("leases"))?;
+            Ok(record.info.stack)
+        });
+        if result.is_err() {
+            self.leases.lock().remove(&lease.id);
+            drop(stacking);
+            self.trim_idle();
+        }
+        result
+    }
+
+    fn manifests(&self, store: &StoreRef, digests: &[Digest]) -> Result<Vec<Manifest>> {
+        digests.iter().map(|d| self.manifest(store, d)).collect()
+    }
+
+    /// Brings up again what a lease of a former life of the node held.
+    pub(super) fn restore_lease(&self, record: &Record) -> Result<()> {
+        let store = StoreRef::Address(record.info.store.clone());
+        let parsed = self.manifests(&store, &record.info.manifests)?;
+        self.bring_stack_up(&store, parsed, &record.info.manifests)?;
+        Ok(())
+    }
+
+    /// Mounts everything and returns the directories for overlayfs, the top first.
+    fn bring_stack_up(
+        &self,
+        store: &StoreRef,
+        manifests: Vec<Manifest>,
+        digests: &[Digest],
+    ) -> Result<Vec<PathBuf>> {
+        let mut layers: Vec<(LayerId, PathBuf, Manifest)> = Vec::with_capacity(manifests.len());
+        for (manifest, digest) in manifests.into_iter().zip(digests) {
+            let handle = self.bring_up(store, manifest.clone(), digest)?;
+            // overlayfs refuses the same layer twice. The upper of the two shows the same
+            // names, and all that lies between it and the lower one.
+            layers.retain(|(id, _, _)| *id != handle.layer_id);
+            layers.push((handle.layer_id, handle.mountpoint, manifest));
+        }
+        let ids: Vec<LayerId> = layers.iter().map(|(id, _, _)| *id).collect();
+        let digest = stack_digest(&ids);
+        let plan = self.plan(&digest, &layers)?;
+        let mut lowers: Vec<PathBuf> = layers
+            .iter()
+            .skip(plan.hidden)
+            .map(|(_, path, _)| path.clone())
+            .collect();
+        if let Some((meta, size)) = plan.generated {
+            lowers.push(self.generated_up(&digest, meta, size, &layers)?);
+        }
+        lowers.reverse();
+        Ok(lowers)
+    }
+
+    /// What to do about a stack: from its plan on disk, else worked out now.
+    fn plan(&self, digest: &Digest, layers: &[(LayerId, PathBuf, Manifest)]) -> Result<Plan> {
+        let path = self.stack_dir(digest).join("plan.json");
+        if let Ok(bytes) = fs_err::read(&path)
+            && let Ok(plan) = serde_json::from_slice::<Plan>(&bytes)
+            && plan.format == PLAN_FORMAT
+            && plan.hidden < layers.len()
+        {
+            return Ok(plan);
+        }
+        self.make_plan(digest, layers)
+    }
+
+    /// Looks at the layers' metadata; writes the generated layer, if any, and then the plan.
+    fn make_plan(&self, digest: &Digest, layers: &[(LayerId, PathBuf, Manifest)]) -> Result<Plan> {
+        let damaged = |layer: &LayerId, e: layerpack_erofs::Error| LayerfsError::Damaged {
+            layer: *layer.digest(),
+            what: e.to_string(),
+        };
+        let mut metas = Vec::with_capacity(layers.len());
+        for (id, _, manifest) in layers {
+            let path = self.root.join("cache").join(id.hex()).join(META);
+            let bytes =
+                read_verified(&path, &manifest.meta).ok_or_else(|| LayerfsError::Unusable {
+                    path: path.clone(),
+                    what: "it changed after it was verified; remove the layer's cache".to_owned(),
+                })?;
+            metas.push((bytes, self.implicit_of(*id, manifest)?));
+        }
+        let mut images = Vec::with_capacity(layers.len());
+        for ((bytes, _), (id, _, _)) in metas.iter().zip(layers) {
+            images.push(Image::open(bytes).map_err(|e| damaged(id, e))?);
+        }
+        let any = LayerfsError::Stack {
+            what: "a layer's metadata is damaged".to_owned(),
+        };
+        let refs: Vec<&Image<'_>> = images.iter().collect();
+        let hidden = implicit::hidden_below(&refs).map_err(|e| LayerfsError::Stack {
+            what: format!("{any}: {e}"),
+        })?;
+        let members: Vec<implicit::Member<'_>> = images
+            .iter()
+            .zip(&metas)
+            .map(|(image, (_, implicit))| implicit::Member { image, implicit })
+            .collect();
+        let tree = implicit::resolve(&members).map_err(|e| LayerfsError::Stack {
+            what: format!("{any}: {e}"),
+        })?;
+        let dir = self.stack_dir(digest);
+        fs_err::create_dir_all(&dir).at("create", &dir)?;
+        let generated = match tree {
+            None => None,
+            Some(tree) => {
+                let mut image = Vec::new();
+                write_image(&tree, &WriteOptions::default(), &mut image).map_err(|e| {
+                    LayerfsError::Stack {
+                        what: format!("the layer of resolved directories cannot be written: {e}"),
+                    }
+                })?;
+                files::replace(&dir, &dir.join(META), &[&image], false)?;
+                Some((Digest::of(&image), image.len() as u64))
+            }
+        };
+        let plan = Plan {
+            format: PLAN_FORMAT,
+            hidden,
+            generated,
+        };
+        let path = dir.join("plan.json");
+        let bytes = serde_json::to_vec(&plan)
+            .map_err(std::io::Error::other)
+            .at("write", &path)?;
+        files::replace(&dir, &path, &[&bytes], false)?;
+        Ok(plan)
+    }
+
+    fn implicit_of(&self, id: LayerId, manifest: &Manifest) -> Result<Vec<Vec<u8>>> {
+        if let Some(entry) = self.registry.get(id) {
+            return Ok(entry.blob.map().implicit_dirs().to_vec());
+        }
+        let path = self.root.join("cache").join(id.hex()).join("map");
+        let map = read_verified(&path, &manifest.map)
+            .and_then(|bytes| LayerMap::parse(&bytes).ok())
+            .ok_or_else(|| LayerfsError::Unusable {
+                path: path.clone(),
+                what: "it is missing or damaged; remove the layer's cache directory".to_owned(),
+            })?;
+        Ok(map.implicit_dirs().to_vec())
+    }
+
+    /// Mounts a stack's generated layer, or finds it mounted.
+    fn generated_up(
+        &self,
+        digest: &Digest,
+        meta: Digest,
+        size: u64,
+        layers: &[(LayerId, PathBuf, Manifest)],
+    ) -> Result<PathBuf> {
+        let mountpoint = self.stack_dir(digest).join("mnt");
+        let mut generated = self.generated.lock();
+        if generated.contains_key(digest) {
+            return Ok(mountpoint);
+        }
+        let path = self.stack_dir(digest).join(META);
+        let expected = layerpack_store::Blob { digest: meta, size };
+        if read_verified(&path, &expected).is_none() {
+            let plan = self.make_plan(digest, layers)?;
+            if plan.generated != Some((meta, size)) {
+                return Err(LayerfsError::Unusable {
+                    path,
+                    what: "it does not fit the stack's plan; remove its directory".to_owned(),
+                });
+            }
+        }
+        self.mount_layer(&path, None, &mountpoint)?;
+        generated.insert(*digest, mountpoint.clone());
+        Ok(mountpoint)
+    }
+
+    pub(super) fn stack_dir(&self, digest: &Digest) -> PathBuf {
+        self.root.join("stacks").join(digest.hex())
+    }
+
+    /// Ends a lease. Its layers stay mounted for the next user, up to the configured number.
+    ///
+    /// # Errors
+    /// [`LayerfsError::UnknownLease`], or when the record cannot be removed.
+    pub fn release(&self, id: &str) -> Result<()> {
+        check_id(id)?;
+        let known = self.leases.lock().contains_key(id);
+        if !known {
+            return Err(LayerfsError::UnknownLease { id: id.to_owned() });
+        }
+        // First on disk: a lease that is gone must not come back after a crash.
+        Record::remove(&self.root.join("leases"), id)?;
+        let Some(record) = self.leases.lock().remove(id) else {
+            return Ok(());
+        };
+        let now = Instant::now();
+        for layer in record.info.stack.layers {
+            let slot = self.slot(layer);
+            // Not waited for: whoever has it locked brings it up for another lease.
+            if let Some(mut slot) = slot.try_lock()
+                && let Some(up) = slot.up.as_mut()
+            {
+                up.idle_since = now;
+            }
+        }
+        self.trim_idle();
+        Ok(())
+    }
+
+    /// Leases held now, in order of their names.
+    #[must_use]
+    pub fn leases(&self) -> Vec<LeaseInfo> {
+        self.leases
+            .lock()
+            .values()
+            .map(|record| record.info.clone())
+            .collect()
+    }
+
+    /// Layers that leases hold.
+    pub(super) fn leased(&self) -> BTreeSet<LayerId> {
+        self.leases
+            .lock()
+            .values()
+            .flat_map(|record| record.info.stack.layers.iter().copied())
+            .collect()
+    }
+
+    pub(super) fn is_leased(&self, layer: LayerId) -> bool {
+        self.leases
+            .lock()
+            .values()
+            .any(|record| record.info.stack.layers.contains(&layer))
+    }
+
+    /// Unmounts idle layers beyond the configured number, those first that were idle longest,
+    /// and generated layers that no lease has. Does nothing while a stack is being brought up;
+    /// housekeeping comes back to it.
+    pub(super) fn trim_idle(&self) {
+        let Some(_alone) = self.stacking.try_write() else {
+            return;
+        };
+        let held: BTreeSet<PathBuf> = self
+            .leases
+            .lock()
+            .values()
+            .flat_map(|record| record.info.stack.lowers.iter().cloned())
+            .collect();
+        self.generated.lock().retain(|_, mountpoint| {
+            held.contains(mountpoint) || !matches!(unmount_busy(mountpoint, false), Ok(true))
+        });
+        let leased = self.leased();
+        let slots: Vec<_> = self
+            .slots
+            .lock()
+            .iter()
+            .filter(|(id, _)| !leased.contains(id))
+            .map(|(id, slot)| (*id, std::sync::Arc::clone(slot)))
+            .collect();
+        let mut idle: Vec<(Instant, LayerId)> = slots
+            .into_iter()
+            .filter_map(|(id, slot)| Some((slot.lock().up.as_ref()?.idle_since, id)))
+            .collect();
+        idle.sort();
+        let excess = idle.len().saturating_sub(self.config.idle_layers);
+        for (_, layer) in idle.into_iter().take(excess) {
+            if let Err(e) = self.take_down(layer, false) {
+                tracing::warn!(layer = %layer, error = %e, "idle layer cannot be unmounted");
+            }
+        }
+        self.registry.reap();
+    }
+}

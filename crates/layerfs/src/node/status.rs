@@ -1,0 +1,123 @@
+//! What a node reports of itself.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use layerpack_store::{Digest, LayerId, Manifest};
+
+use super::Node;
+use super::types::{LayerStatus, NodeStatus, Totals};
+use crate::sync::Ordering;
+
+impl Node {
+    /// The state of all layers and their sums.
+    #[must_use]
+    pub fn status(&self) -> NodeStatus {
+        let mut known: BTreeMap<LayerId, (Manifest, Digest)> = BTreeMap::new();
+        let slots: Vec<_> = self
+            .slots
+            .lock()
+            .iter()
+            .map(|(id, slot)| (*id, Arc::clone(slot)))
+            .collect();
+        for (id, slot) in slots {
+            // A layer on its way up or down is not mounted yet or no longer.
+            if let Some(slot) = slot.try_lock()
+                && let Some(up) = slot.up.as_ref()
+            {
+                known.insert(id, (up.manifest.clone(), up.manifest_digest));
+            }
+        }
+        let mounted: Vec<LayerId> = known.keys().copied().collect();
+        for entry in self.registry.entries() {
+            let manifest = entry.blob.manifest();
+            known
+                .entry(entry.blob.layer())
+                .or_insert_with(|| (manifest.clone(), manifest.digest().unwrap_or_else(|_| {
+                    *entry.blob.layer().digest()
+                })));
+        }
+        let layers: Vec<LayerStatus> = known
+            .into_iter()
+            .map(|(id, (manifest, digest))| {
+                self.layer_status(id, &manifest, digest, mounted.binary_search(&id).is_ok())
+            })
+            .collect();
+        let sum = |field: fn(&LayerStatus) -> u64| layers.iter().map(field).sum::<u64>();
+        let meta_fetched = self.meta_fetched.load(Ordering::Relaxed);
+        let totals = Totals {
+            layers: mounted.len(),
+            leases: self.leases.lock().len(),
+            layer_bytes: sum(|l| if l.mounted { l.meta_bytes + l.data_bytes } else { 0 }),
+            cached_bytes: sum(|l| l.cached_bytes),
+            meta_fetched_bytes: meta_fetched,
+            fetched_bytes: sum(|l| l.fetched_bytes),
+            fetched_raw_bytes: sum(|l| l.fetched_raw_bytes),
+            requests: sum(|l| l.requests),
+            written_bytes: meta_fetched + sum(|l| l.written_bytes),
+            served_bytes: sum(|l| l.served_bytes),
+            errors: sum(|l| l.errors),
+            inflight_bytes: self.fetcher.inflight_bytes(),
+            fuse_requests: self.session.lock().as_ref().map_or(0, |s| s.requests()),
+        };
+        NodeStatus {
+            root: self.root.clone(),
+            layers,
+            totals,
+            problems: self.problems.lock().clone(),
+        }
+    }
+
+    fn layer_status(
+        &self,
+        id: LayerId,
+        manifest: &Manifest,
+        digest: Digest,
+        mounted: bool,
+    ) -> LayerStatus {
+        let leases = self
+            .leases
+            .lock()
+            .values()
+            .filter(|record| record.info.stack.layers.contains(&id))
+            .count();
+        let mut status = LayerStatus {
+            layer_id: id,
+            reference: manifest.reference().to_string(),
+            manifest: digest,
+            mounted,
+            leases,
+            opens: 0,
+            meta_bytes: manifest.meta.size,
+            data_bytes: manifest.data_size,
+            cached_bytes: 0,
+            fetched_bytes: 0,
+            fetched_raw_bytes: 0,
+            requests: 0,
+            frames: 0,
+            written_bytes: 0,
+            served_bytes: 0,
+            reads: 0,
+            misses: 0,
+            errors: 0,
+            passed_through_bytes: 0,
+        };
+        let Some(entry) = self.registry.get(id) else {
+            return status;
+        };
+        let counters = &entry.blob.counters;
+        status.opens = entry.opens();
+        status.cached_bytes = counters.cached.load(Ordering::Relaxed);
+        status.fetched_bytes = counters.fetched_stored.load(Ordering::Relaxed);
+        status.fetched_raw_bytes = counters.fetched_raw.load(Ordering::Relaxed);
+        status.requests = counters.requests.load(Ordering::Relaxed);
+        status.frames = counters.frames.load(Ordering::Relaxed);
+        status.written_bytes = entry.blob.cache().written_bytes();
+        status.served_bytes = counters.served.load(Ordering::Relaxed);
+        status.reads = counters.reads.load(Ordering::Relaxed);
+        status.misses = counters.misses.load(Ordering::Relaxed);
+        status.errors = counters.errors.load(Ordering::Relaxed);
+        status.passed_through_bytes = counters.passed_through.load(Ordering::Relaxed);
+        status
+    }
+}
