@@ -1,46 +1,497 @@
-//! Objects as files.
-use super::{BlobStore, BlobWriter, ObjectInfo, PutMode, PutOutcome};
-use crate::error::Result;
-use crate::key::Key;
+//! Objects as files of a directory: the local store, and any shared POSIX filesystem.
+//!
+//! An object is written to a temporary, synced, then given its name by `link()`, which creates a
+//! name or fails and does so on NFS too; its directory is synced last. No locks are taken and no
+//! rename decides a race. Temporaries of processes that died are removed once they are a day old,
+//! by the filesystem's own clock.
+
+use std::collections::HashSet;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io::{self, Read, Write};
 use std::ops::Range;
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use fs_err as fs;
+use fs_err::os::unix::fs::FileExt;
+
+use super::{BlobStore, BlobWriter, ObjectInfo, PutMode, PutOutcome};
+use crate::error::{Result, StoreError};
+use crate::key::Key;
+
+/// Age at which a temporary is taken for one of a dead process.
+const STALE: Duration = Duration::from_secs(24 * 60 * 60);
+const TEMPORARIES: &str = "tmp";
+
 /// A store in a directory.
 #[derive(Debug)]
 pub struct FileStore {
     root: PathBuf,
+    swept: AtomicBool,
+    /// Directories known to exist durably.
+    durable: Mutex<HashSet<PathBuf>>,
 }
+
 impl FileStore {
-    /// A store in the directory `root`, which need not exist yet. Nothing is read or created here.
+    /// A store in the directory `root`, which need not exist yet: the first write creates it.
+    /// Nothing is read or created here.
     ///
     /// # Errors
     /// If a relative `root` cannot be made absolute.
     pub fn new(root: impl Into<PathBuf>) -> Result<Self> {
-        Ok(Self { root: root.into() })
+        let root = root.into();
+        let absolute = std::path::absolute(&root).map_err(|e| StoreError::InvalidUrl {
+            url: root.display().to_string(),
+            why: format!("it cannot be made an absolute path: {e}"),
+        })?;
+        Ok(Self {
+            root: absolute,
+            swept: AtomicBool::new(false),
+            durable: Mutex::new(HashSet::new()),
+        })
+    }
+
+    /// The store's directory.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    fn path(&self, key: &Key) -> PathBuf {
+        self.root.join(key.as_str())
+    }
+
+    fn fail(&self, operation: &'static str, key: &str, source: io::Error) -> StoreError {
+        let (store, key) = (self.url(), key.to_owned());
+        if matches!(
+            source.kind(),
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
+        ) {
+            StoreError::NoSpace { store, key, source }
+        } else {
+            StoreError::Io {
+                operation,
+                store,
+                key,
+                source,
+            }
+        }
+    }
+
+    fn durable(&self) -> MutexGuard<'_, HashSet<PathBuf>> {
+        // A set of known facts: a panic elsewhere cannot leave it half changed.
+        self.durable.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Creates `dir` and what is missing above it, and syncs what holds their names.
+    fn ensure_dir(&self, dir: &Path) -> io::Result<()> {
+        if self.durable().contains(dir) {
+            return Ok(());
+        }
+        let parent = dir.parent();
+        let inside = dir != self.root && dir.starts_with(&self.root);
+        if let Some(parent) = parent.filter(|_| inside) {
+            self.ensure_dir(parent)?;
+        }
+        let created = match fs::create_dir(dir) {
+            Ok(()) => true,
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists && dir.is_dir() => false,
+            Err(e) if e.kind() == io::ErrorKind::NotFound && !inside => {
+                if let Some(parent) = parent {
+                    self.ensure_dir(parent)?;
+                }
+                match fs::create_dir(dir) {
+                    Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
+                    _ => true,
+                }
+            }
+            Err(e) => return Err(e),
+        };
+        // Another process may have created it and not synced yet. What was above the store
+        // before is not ours to sync.
+        if let Some(parent) = parent.filter(|_| inside || created) {
+            sync_dir(parent)?;
+        }
+        self.durable().insert(dir.to_owned());
+        Ok(())
+    }
+
+    fn temporary(&self) -> io::Result<Temporary> {
+        let dir = self.root.join(TEMPORARIES);
+        self.ensure_dir(&dir)?;
+        for _ in 0..16 {
+            let path = dir.join(format!("{}-{:016x}", std::process::id(), random()));
+            match fs::OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create_new(true)
+                .open(&path)
+            {
+                Ok(file) => {
+                    let temporary = Temporary { path, file };
+                    if !self.swept.swap(true, Ordering::Relaxed) {
+                        sweep(&dir, &temporary);
+                    }
+                    return Ok(temporary);
+                }
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                    // Someone removed the directory since.
+                    self.durable().clear();
+                    self.ensure_dir(&dir)?;
+                }
+                Err(e) => return Err(e),
+            }
+        }
+        Err(io::Error::other("no free name for a temporary"))
+    }
+
+    /// Gives a complete temporary its name.
+    fn publish(&self, temporary: &Temporary, key: &Key, mode: PutMode) -> io::Result<PutOutcome> {
+        temporary.file.sync_all()?;
+        let path = self.path(key);
+        let dir = path.parent().unwrap_or(&self.root);
+        self.ensure_dir(dir)?;
+        let outcome = match give_name(temporary, &path, mode) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                // Someone removed the directory since it was known to exist.
+                self.durable().clear();
+                self.ensure_dir(dir)?;
+                give_name(temporary, &path, mode)?
+            }
+            other => other?,
+        };
+        // Also when it existed: its writer may not have come this far.
+        sync_dir(dir)?;
+        Ok(outcome)
+    }
+
+    fn walk(
+        &self,
+        dir: &Path,
+        name: &str,
+        prefix: &str,
+        found: &mut Vec<ObjectInfo>,
+    ) -> io::Result<()> {
+        let entries = match fs::read_dir(dir) {
+            Ok(entries) => entries,
+            Err(e) if is_absent(&e) => return Ok(()),
+            Err(e) => return Err(e),
+        };
+        for entry in entries {
+            let entry = entry?;
+            let Some(segment) = entry.file_name().to_str().map(str::to_owned) else {
+                continue;
+            };
+            let name = if name.is_empty() {
+                segment
+            } else {
+                format!("{name}/{segment}")
+            };
+            // Files that cannot be objects (of editors, of NFS) are not ours to report.
+            let Ok(key) = Key::new(&name) else { continue };
+            let metadata = match fs::metadata(entry.path()) {
+                Ok(metadata) => metadata,
+                Err(e) if is_absent(&e) => continue, // deleted meanwhile
+                Err(e) => return Err(e),
+            };
+            let possible = name.starts_with(prefix) || prefix.starts_with(&format!("{name}/"));
+            if metadata.is_dir() && possible {
+                self.walk(&entry.path(), &name, prefix, found)?;
+            } else if metadata.is_file() && name.starts_with(prefix) {
+                found.push(ObjectInfo {
+                    key,
+                    size: metadata.len(),
+                });
+            }
+        }
+        Ok(())
     }
 }
+
+/// Links or renames the temporary to `path`. Does not sync the directory.
+fn give_name(temporary: &Temporary, path: &Path, mode: PutMode) -> io::Result<PutOutcome> {
+    match mode {
+        PutMode::Overwrite => {
+            fs::rename(&temporary.path, path)?;
+            Ok(PutOutcome::Created)
+        }
+        PutMode::IfAbsent => match fs::hard_link(&temporary.path, path) {
+            Ok(()) => Ok(PutOutcome::Created),
+            // A link whose answer was lost and that was asked for again (NFS): the count tells.
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                let ours = temporary.file.metadata()?.nlink() > 1;
+                Ok(if ours {
+                    PutOutcome::Created
+                } else {
+                    PutOutcome::Exists
+                })
+            }
+            // A filesystem without hard links.
+            Err(e)
+                if matches!(
+                    e.kind(),
+                    io::ErrorKind::Unsupported
+                        | io::ErrorKind::PermissionDenied
+                        | io::ErrorKind::TooManyLinks
+                ) =>
+            {
+                rename_if_absent(&temporary.path, path, e)
+            }
+            Err(e) => Err(e),
+        },
+    }
+}
+
+fn rename_if_absent(from: &Path, to: &Path, link_error: io::Error) -> io::Result<PutOutcome> {
+    use rustix::fs::{CWD, RenameFlags, renameat_with};
+    match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
+        Ok(()) => Ok(PutOutcome::Created),
+        Err(rustix::io::Errno::EXIST) => Ok(PutOutcome::Exists),
+        // The first error says more: the filesystem has neither.
+        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS | rustix::io::Errno::NOTSUP) => {
+            Err(link_error)
+        }
+        Err(e) => Err(e.into()),
+    }
+}
+
+fn is_absent(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+    )
+}
+
+fn sync_dir(dir: &Path) -> io::Result<()> {
+    match fs::File::open(dir)?.sync_all() {
+        // Filesystems that cannot sync a directory keep names durable themselves.
+        Err(e)
+            if matches!(
+                e.kind(),
+                io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported
+            ) =>
+        {
+            Ok(())
+        }
+        other => other,
+    }
+}
+
+/// 64 bits that no other process has: the standard library's random hash keys.
+fn random() -> u64 {
+    RandomState::new().build_hasher().finish()
+}
+
+/// Removes stale temporaries, judged by the time that the filesystem gave `fresh`. Best effort:
+/// what cannot be removed is another process's, or is found next time.
+fn sweep(dir: &Path, fresh: &Temporary) {
+    let Ok(now) = fresh.file.metadata().and_then(|m| m.modified()) else {
+        return;
+    };
+    let Ok(entries) = fs::read_dir(dir) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let Ok(metadata) = fs::symlink_metadata(entry.path()) else {
+            continue;
+        };
+        let age = metadata
+            .modified()
+            .ok()
+            .and_then(|time| now.duration_since(time).ok());
+        if metadata.is_file() && age.is_some_and(|age| age > STALE) {
+            match fs::remove_file(entry.path()) {
+                Ok(()) => {
+                    tracing::debug!(path = %entry.path().display(), "removed a stale temporary")
+                }
+                Err(error) => tracing::debug!(%error, "a stale temporary stays"),
+            }
+        }
+    }
+}
+
+/// A file without a public name. Dropped: gone (unless it was renamed to its public name).
+#[derive(Debug)]
+struct Temporary {
+    path: PathBuf,
+    file: fs::File,
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        // Not there after a rename; else a sweep finds what stays.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
 impl BlobStore for FileStore {
-    fn get(&self, _key: &Key, _max_len: u64) -> Result<Option<Vec<u8>>> {
-        todo!()
+    fn get(&self, key: &Key, max_len: u64) -> Result<Option<Vec<u8>>> {
+        let fail = |e| self.fail("read", key.as_str(), e);
+        let file = match fs::File::open(self.path(key)) {
+            Ok(file) => file,
+            Err(e) if is_absent(&e) => return Ok(None),
+            Err(e) => return Err(fail(e)),
+        };
+        let metadata = file.metadata().map_err(fail)?;
+        if metadata.is_dir() {
+            return Ok(None);
+        }
+        let too_large = |size| StoreError::TooLarge {
+            store: self.url(),
+            key: key.to_string(),
+            size,
+            limit: max_len,
+        };
+        if metadata.len() > max_len {
+            return Err(too_large(metadata.len()));
+        }
+        let mut bytes = Vec::with_capacity(usize::try_from(metadata.len()).unwrap_or(0));
+        file.take(max_len.saturating_add(1))
+            .read_to_end(&mut bytes)
+            .map_err(fail)?;
+        if bytes.len() as u64 > max_len {
+            return Err(too_large(bytes.len() as u64)); // it grew: not an object of ours
+        }
+        Ok(Some(bytes))
     }
-    fn get_range(&self, _key: &Key, _range: Range<u64>) -> Result<Vec<u8>> {
-        todo!()
+
+    fn get_range(&self, key: &Key, range: Range<u64>) -> Result<Vec<u8>> {
+        let fail = |e| self.fail("read", key.as_str(), e);
+        let missing = || StoreError::Missing {
+            store: self.url(),
+            key: key.to_string(),
+        };
+        let short = |size: u64| StoreError::Corrupt {
+            store: self.url(),
+            key: key.to_string(),
+            range: Some(range.clone()),
+            what: format!("it has only {size} bytes"),
+        };
+        let file = match fs::File::open(self.path(key)) {
+            Ok(file) => file,
+            Err(e) if is_absent(&e) => return Err(missing()),
+            Err(e) => return Err(fail(e)),
+        };
+        let metadata = file.metadata().map_err(fail)?;
+        if metadata.is_dir() {
+            return Err(missing());
+        }
+        // Before allocating: the range may come from damaged bytes.
+        if range.start > range.end || range.end > metadata.len() {
+            return Err(short(metadata.len()));
+        }
+        let len = usize::try_from(range.end - range.start).map_err(|_| short(metadata.len()))?;
+        let mut bytes = vec![0; len];
+        match file.read_exact_at(&mut bytes, range.start) {
+            Ok(()) => Ok(bytes),
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {
+                Err(short(file.metadata().map_err(fail)?.len()))
+            }
+            Err(e) => Err(fail(e)),
+        }
     }
-    fn put(&self, _key: &Key, _bytes: &[u8], _mode: PutMode) -> Result<PutOutcome> {
-        todo!()
+
+    fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<PutOutcome> {
+        // Saves writing what is there; the name may still have to be made durable.
+        if mode == PutMode::IfAbsent && self.size(key)?.is_some() {
+            let path = self.path(key);
+            sync_dir(path.parent().unwrap_or(&self.root))
+                .map_err(|e| self.fail("write", key.as_str(), e))?;
+            return Ok(PutOutcome::Exists);
+        }
+        let temporary = self
+            .temporary()
+            .map_err(|e| self.fail("write", key.as_str(), e))?;
+        let mut writer = FileWriter {
+            store: self,
+            temporary,
+        };
+        writer
+            .temporary
+            .file
+            .write_all(bytes)
+            .map_err(|e| self.fail("write", key.as_str(), e))?;
+        Box::new(writer).commit(key, mode)
     }
+
     fn put_stream(&self) -> Result<Box<dyn BlobWriter + '_>> {
-        todo!()
+        let temporary = self
+            .temporary()
+            .map_err(|e| self.fail("write", "a new object", e))?;
+        Ok(Box::new(FileWriter {
+            store: self,
+            temporary,
+        }))
     }
-    fn size(&self, _key: &Key) -> Result<Option<u64>> {
-        todo!()
+
+    fn size(&self, key: &Key) -> Result<Option<u64>> {
+        match fs::metadata(self.path(key)) {
+            Ok(metadata) => Ok(metadata.is_file().then_some(metadata.len())),
+            Err(e) if is_absent(&e) => Ok(None),
+            Err(e) => Err(self.fail("read", key.as_str(), e)),
+        }
     }
-    fn list(&self, _prefix: &str) -> Result<Vec<ObjectInfo>> {
-        todo!()
+
+    fn list(&self, prefix: &str) -> Result<Vec<ObjectInfo>> {
+        let mut found = Vec::new();
+        // Begin as deep as the prefix allows. A directory that no key can have holds no object.
+        let (dir, name) = match prefix.rsplit_once('/') {
+            Some((dir, _)) if Key::new(dir).is_err() => return Ok(found),
+            Some((dir, _)) => (self.root.join(dir), dir),
+            None => (self.root.clone(), ""),
+        };
+        self.walk(&dir, name, prefix, &mut found)
+            .map_err(|e| self.fail("list", prefix, e))?;
+        found.sort_unstable();
+        Ok(found)
     }
-    fn delete(&self, _key: &Key) -> Result<bool> {
-        todo!()
+
+    fn delete(&self, key: &Key) -> Result<bool> {
+        let fail = |e| self.fail("delete", key.as_str(), e);
+        let path = self.path(key);
+        match fs::remove_file(&path) {
+            Ok(()) => {}
+            Err(e) if is_absent(&e) => return Ok(false),
+            Err(e)
+                if path.is_dir()
+                    && matches!(
+                        e.kind(),
+                        io::ErrorKind::IsADirectory | io::ErrorKind::PermissionDenied
+                    ) =>
+            {
+                return Ok(false);
+            }
+            Err(e) => return Err(fail(e)),
+        }
+        sync_dir(path.parent().unwrap_or(&self.root)).map_err(fail)?;
+        Ok(true)
     }
+
     fn url(&self) -> String {
-        self.root.display().to_string()
+        format!("file://{}", self.root.display())
+    }
+}
+
+struct FileWriter<'a> {
+    store: &'a FileStore,
+    temporary: Temporary,
+}
+
+impl BlobWriter for FileWriter<'_> {
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.temporary
+            .file
+            .write_all(bytes)
+            .map_err(|e| self.store.fail("write", "a new object", e))
+    }
+
+    fn commit(self: Box<Self>, key: &Key, mode: PutMode) -> Result<PutOutcome> {
+        self.store
+            .publish(&self.temporary, key, mode)
+            .map_err(|e| self.store.fail("write", key.as_str(), e))
     }
 }

@@ -1,1 +1,238 @@
-//! Part of the writer.
+//! What the store already has: all index segments, sorted together, and the tables of those packs
+//! that are really hit. A hit counts only if the pack is there, has its size, and its table
+//! confirms the chunk: a layer is never published on an index's word alone. What is damaged or
+//! gone is passed over with a warning, and the chunk is written anew.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use super::LayerStore;
+use crate::digest::Digest;
+use crate::error::{FormatError, Result, StoreError};
+use crate::format::index::{IndexEntry, IndexPack, IndexSegment, MAX_INDEX_BYTES};
+use crate::format::pack::{FOOTER_LEN, MAX_TABLE_LEN, PackFooter, PackFrame, PackTable};
+use crate::key::Key;
+
+/// Tables of packs kept in memory.
+const MAX_TABLES: usize = 64;
+
+/// A chunk in a pack of the store.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct StoredChunk {
+    pub(super) pack: IndexPack,
+    pub(super) frame: PackFrame,
+    /// Bytes from the start of the frame's raw bytes.
+    pub(super) offset: u32,
+    pub(super) len: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct IndexSet {
+    store: LayerStore,
+    packs: Vec<IndexPack>,
+    /// Sorted by digest; a digest may have several places.
+    entries: Vec<IndexEntry>,
+    /// `None`: not usable.
+    tables: HashMap<u32, Option<Arc<PackTable>>>,
+    /// Tables in memory, oldest first.
+    loaded: VecDeque<u32>,
+    pub(super) warnings: Vec<String>,
+}
+
+impl IndexSet {
+    /// Reads every index segment of the store.
+    pub(super) fn load(store: LayerStore) -> Result<Self> {
+        let mut set = Self {
+            store,
+            packs: Vec::new(),
+            entries: Vec::new(),
+            tables: HashMap::new(),
+            loaded: VecDeque::new(),
+            warnings: Vec::new(),
+        };
+        let mut numbers: HashMap<Digest, u32> = HashMap::new();
+        for object in set.store.blobs().list("index/")? {
+            match set.store.index_segment(&object.key) {
+                Ok(Some(segment)) => set.add(&segment, &mut numbers)?,
+                Ok(None) => {} // deleted meanwhile
+                Err(error) if error.is_damage() => set.warn(format!("not used: {error}")),
+                Err(error) => return Err(error),
+            }
+        }
+        set.entries.sort_by_key(|e| e.digest); // stable: made for sorted runs
+        Ok(set)
+    }
+
+    fn add(&mut self, segment: &IndexSegment, numbers: &mut HashMap<Digest, u32>) -> Result<()> {
+        let mut mapped = Vec::with_capacity(segment.packs().len());
+        for pack in segment.packs() {
+            let next = u32::try_from(self.packs.len())
+                .map_err(|_| FormatError::new("index", "the store has more than 2^32-1 packs"))?;
+            let number = *numbers.entry(pack.id).or_insert(next);
+            if number == next {
+                self.packs.push(*pack);
+            }
+            mapped.push(number);
+        }
+        self.entries
+            .extend(segment.entries().iter().filter_map(|e| {
+                let pack = usize::try_from(e.pack)
+                    .ok()
+                    .and_then(|p| mapped.get(p))
+                    .copied()?;
+                Some(IndexEntry { pack, ..*e })
+            }));
+        Ok(())
+    }
+
+    fn warn(&mut self, text: String) {
+        tracing::warn!("{text}");
+        self.warnings.push(text);
+    }
+
+    /// A usable place of the chunk with this digest.
+    pub(super) fn locate(&mut self, digest: &Digest) -> Result<Option<StoredChunk>> {
+        let mut i = self.entries.partition_point(|e| &e.digest < digest);
+        while let Some(&entry) = self.entries.get(i).filter(|e| &e.digest == digest) {
+            i += 1;
+            let Some(table) = self.table(entry.pack)? else {
+                continue;
+            };
+            let Some(&pack) = usize::try_from(entry.pack)
+                .ok()
+                .and_then(|p| self.packs.get(p))
+            else {
+                continue;
+            };
+            let chunk = usize::try_from(entry.chunk)
+                .ok()
+                .and_then(|c| table.chunks.get(c));
+            let found = chunk.filter(|c| &c.digest == digest).and_then(|c| {
+                let frame = usize::try_from(c.frame)
+                    .ok()
+                    .and_then(|f| table.frames.get(f))?;
+                Some(StoredChunk {
+                    pack,
+                    frame: *frame,
+                    offset: c.offset,
+                    len: c.len,
+                })
+            });
+            match found {
+                Some(found) => return Ok(Some(found)),
+                None => self.warn(format!(
+                    "not used: an index says that {} has chunk {digest}",
+                    Key::pack(&pack.id)
+                )),
+            }
+        }
+        Ok(None)
+    }
+
+    fn table(&mut self, number: u32) -> Result<Option<Arc<PackTable>>> {
+        if let Some(table) = self.tables.get(&number) {
+            return Ok(table.clone());
+        }
+        let Some(&pack) = usize::try_from(number).ok().and_then(|p| self.packs.get(p)) else {
+            return Ok(None);
+        };
+        let table = match self.store.pack_table(&pack) {
+            Ok(table) => Some(Arc::new(table)),
+            Err(error) if error.is_damage() => {
+                self.warn(format!("not used: {error}"));
+                None
+            }
+            Err(error) => return Err(error),
+        };
+        if table.is_some() {
+            self.loaded.push_back(number);
+            if self.loaded.len() > MAX_TABLES
+                && let Some(oldest) = self.loaded.pop_front()
+            {
+                self.tables.remove(&oldest);
+            }
+        }
+        self.tables.insert(number, table.clone());
+        Ok(table)
+    }
+}
+
+impl LayerStore {
+    /// An index segment, verified; `None` if it is gone.
+    pub(super) fn index_segment(&self, key: &Key) -> Result<Option<IndexSegment>> {
+        let Some(bytes) = self.blobs().get(key, MAX_INDEX_BYTES)? else {
+            return Ok(None);
+        };
+        let digest = Digest::of(&bytes);
+        if key.digest() != Some(digest) {
+            return Err(self.corrupt(key, format!("its digest is {digest}")));
+        }
+        IndexSegment::parse(&bytes)
+            .map(Some)
+            .map_err(|e| self.bad(key, &e))
+    }
+
+    /// A pack's table, after checking that the pack has its size.
+    pub(super) fn pack_table(&self, pack: &IndexPack) -> Result<PackTable> {
+        let key = Key::pack(&pack.id);
+        let size = self.blobs().size(&key)?.ok_or_else(|| self.missing(&key))?;
+        if size != pack.size {
+            return Err(self.corrupt(
+                &key,
+                format!("it has {size} bytes, its index says {}", pack.size),
+            ));
+        }
+        self.read_table(&key, pack.size, pack.table_offset)
+    }
+
+    /// Table and footer of a pack of `size` bytes whose table begins at `table_offset`.
+    pub(super) fn read_table(&self, key: &Key, size: u64, table_offset: u64) -> Result<PackTable> {
+        let tail_len = size.saturating_sub(table_offset);
+        if tail_len < FOOTER_LEN || tail_len > MAX_TABLE_LEN + FOOTER_LEN {
+            return Err(self.corrupt(key, format!("its table would have {tail_len} bytes")));
+        }
+        let tail = self.blobs().get_range(key, table_offset..size)?;
+        let short = || self.corrupt(key, "the store answered with too few bytes");
+        if tail.len() as u64 != tail_len {
+            return Err(short());
+        }
+        let at = tail
+            .len()
+            .saturating_sub(usize::try_from(FOOTER_LEN).unwrap_or(usize::MAX));
+        let (table, footer) = tail.split_at_checked(at).ok_or_else(short)?;
+        let footer = PackFooter::parse(footer, size).map_err(|e| self.bad(key, &e))?;
+        if footer.table_offset != table_offset {
+            let what = format!(
+                "its table begins at {}, not {table_offset}",
+                footer.table_offset
+            );
+            return Err(self.corrupt(key, what));
+        }
+        PackTable::parse(table, &footer).map_err(|e| self.bad(key, &e))
+    }
+
+    /// Reads every index segment of the store and checks it, and that its packs are there.
+    ///
+    /// # Errors
+    /// If the backend fails; what is damaged or missing is in the answer.
+    pub fn verify_index(&self) -> Result<Vec<StoreError>> {
+        let mut damaged = Vec::new();
+        for object in self.blobs().list("index/")? {
+            match self.index_segment(&object.key) {
+                Ok(Some(segment)) => {
+                    for pack in segment.packs() {
+                        match self.pack_table(pack) {
+                            Ok(_) => {}
+                            Err(error) if error.is_damage() => damaged.push(error),
+                            Err(error) => return Err(error),
+                        }
+                    }
+                }
+                Ok(None) => {}
+                Err(error) if error.is_damage() => damaged.push(error),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(damaged)
+    }
+}

@@ -1,9 +1,20 @@
-//! Reading frames and ranges of the data address space.
-use super::LayerStore;
-use crate::error::Result;
-use crate::format::locator::Locator;
-use crate::format::map::LayerMap;
+//! Reading frames and ranges of the data address space. Frames that lie near each other in one
+//! pack are fetched in one request. Nothing is handed out before its digest was checked.
+
 use std::ops::Range;
+
+use super::LayerStore;
+use crate::codec::decompress_frame;
+use crate::digest::Digest;
+use crate::error::{Result, StoreError};
+use crate::format::locator::{FrameLoc, Locator};
+use crate::format::map::{Extent, LayerMap};
+use crate::key::Key;
+
+/// Bytes between two frames that are fetched rather than split into two requests.
+const MAX_GAP: u64 = 64 << 10;
+/// Longest request in bytes, unless one frame is longer.
+const MAX_REQUEST: u64 = 4 << 20;
 
 /// What a read cost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -14,36 +25,285 @@ pub struct FetchStats {
     pub bytes: u64,
 }
 
-impl LayerStore {
-    /// Fetches, verifies and decompresses one frame.
-    ///
-    /// # Errors
-    /// TODO
-    pub fn read_frame(&self, _locator: &Locator, _frame: u32) -> Result<Vec<u8>> {
-        todo!()
+/// One request: a range of a pack and the frames in it.
+#[derive(Debug)]
+pub(super) struct Request {
+    pub(super) pack: Digest,
+    pub(super) range: Range<u64>,
+    pub(super) frames: Vec<u32>,
+}
+
+/// A frame of a locator by its number.
+pub(super) fn frame_at(locator: &Locator, frame: u32) -> Result<&FrameLoc> {
+    usize::try_from(frame)
+        .ok()
+        .and_then(|f| locator.frames().get(f))
+        .ok_or_else(|| StoreError::InvalidInput {
+            object: format!("frame {frame}"),
+            what: format!("the locator has {} frames", locator.frames().len()),
+        })
+}
+
+fn end_of(frame: &FrameLoc) -> u64 {
+    frame.offset.saturating_add(u64::from(frame.stored_len))
+}
+
+/// Requests that cover `frames`: each frame once, in the order of packs and offsets.
+pub(super) fn plan(locator: &Locator, frames: &[u32]) -> Result<Vec<Request>> {
+    let mut wanted = frames
+        .iter()
+        .map(|&number| {
+            frame_at(locator, number).map(|frame| (frame.pack, frame.offset, number, frame))
+        })
+        .collect::<Result<Vec<_>>>()?;
+    wanted.sort_unstable_by_key(|&(pack, offset, number, _)| (pack, offset, number));
+    wanted.dedup_by_key(|&mut (_, _, number, _)| number);
+    let mut requests: Vec<Request> = Vec::new();
+    let mut last_pack = None;
+    for (pack, offset, number, frame) in wanted {
+        let end = end_of(frame);
+        if let Some(request) = requests.last_mut().filter(|_| last_pack == Some(pack)) {
+            let joined = request.range.end.max(end);
+            let near = offset <= request.range.end.saturating_add(MAX_GAP);
+            if near && joined - request.range.start <= MAX_REQUEST {
+                request.range.end = joined;
+                request.frames.push(number);
+                continue;
+            }
+        }
+        last_pack = Some(pack);
+        let id = usize::try_from(pack)
+            .ok()
+            .and_then(|p| locator.packs().get(p))
+            .map(|p| p.id);
+        let id = id.ok_or_else(|| StoreError::InvalidInput {
+            object: format!("frame {number}"),
+            what: format!("the locator has {} packs", locator.packs().len()),
+        })?;
+        requests.push(Request {
+            pack: id,
+            range: offset..end,
+            frames: vec![number],
+        });
     }
-    /// Fetches, verifies and decompresses frames.
+    Ok(requests)
+}
+
+/// The part of a request's bytes that is a frame's.
+pub(super) fn slice_of<'a>(
+    request: &Request,
+    bytes: &'a [u8],
+    frame: &FrameLoc,
+) -> Option<&'a [u8]> {
+    let start = usize::try_from(frame.offset.checked_sub(request.range.start)?).ok()?;
+    let len = usize::try_from(frame.stored_len).ok()?;
+    bytes.get(start..start.checked_add(len)?)
+}
+
+impl LayerStore {
+    /// A request's bytes.
+    pub(super) fn fetch(&self, pack: &Digest, range: Range<u64>) -> Result<Vec<u8>> {
+        let key = Key::pack(pack);
+        let bytes = self.blobs().get_range(&key, range.clone())?;
+        if bytes.len() as u64 != range.end.saturating_sub(range.start) {
+            let what = format!("the store answered with {} bytes", bytes.len());
+            return Err(self.corrupt_range(&key, range, what));
+        }
+        Ok(bytes)
+    }
+
+    fn corrupt_range(&self, key: &Key, range: Range<u64>, what: impl Into<String>) -> StoreError {
+        StoreError::Corrupt {
+            store: self.url().to_owned(),
+            key: key.as_str().to_owned(),
+            range: Some(range),
+            what: what.into(),
+        }
+    }
+
+    /// Verifies and decompresses a frame's stored bytes.
+    pub(super) fn open_frame(
+        &self,
+        pack: &Digest,
+        frame: &FrameLoc,
+        stored: &[u8],
+    ) -> Result<Vec<u8>> {
+        let bad =
+            |what: String| self.corrupt_range(&Key::pack(pack), frame.offset..end_of(frame), what);
+        let digest = Digest::of(stored);
+        if digest != frame.digest {
+            return Err(bad(format!(
+                "the digest of this frame is {digest}, not {}",
+                frame.digest
+            )));
+        }
+        let raw_len = usize::try_from(frame.raw_len)
+            .map_err(|_| bad("this frame does not fit into memory".to_owned()))?;
+        decompress_frame(frame.codec, stored.to_vec(), raw_len).map_err(|e| bad(e.to_string()))
+    }
+
+    /// Checks a chunk's bytes against its extent of the map.
+    pub(super) fn check_chunk(
+        &self,
+        pack: &Digest,
+        frame: &FrameLoc,
+        extent: &Extent,
+        bytes: &[u8],
+    ) -> Result<()> {
+        let digest = Digest::of(bytes);
+        if bytes.len() as u64 == u64::from(extent.len) && digest == extent.digest {
+            return Ok(());
+        }
+        let what = format!(
+            "the chunk at {} of the layer's data has the digest {digest}, not {}",
+            extent.data_offset, extent.digest
+        );
+        Err(self.corrupt_range(&Key::pack(pack), frame.offset..end_of(frame), what))
+    }
+
+    /// Fetches one frame: its raw bytes, verified against the locator. The locator is a hint:
+    /// check each chunk against the map before using it, or call [`LayerStore::read_chunks`].
     ///
     /// # Errors
-    /// TODO
+    /// [`StoreError::Missing`] or [`StoreError::Corrupt`] naming the pack and the range.
+    pub fn read_frame(&self, locator: &Locator, frame: u32) -> Result<Vec<u8>> {
+        let location = frame_at(locator, frame)?;
+        let mut requests = plan(locator, &[frame])?;
+        let request = requests.pop().ok_or_else(|| StoreError::InvalidInput {
+            object: format!("frame {frame}"),
+            what: "no request was planned".to_owned(),
+        })?;
+        let stored = self.fetch(&request.pack, request.range.clone())?;
+        self.open_frame(&request.pack, location, &stored)
+    }
+
+    /// Fetches frames, each once, in the order of packs and offsets. Frames of one pack that are
+    /// at most 64 KiB apart are fetched in one request of up to 4 MiB. `sink` gets a frame's number
+    /// and its raw bytes, verified as by [`LayerStore::read_frame`]; its error ends the call.
+    ///
+    /// # Errors
+    /// As [`LayerStore::read_frame`], and what `sink` answers.
     pub fn read_frames(
         &self,
-        _locator: &Locator,
-        _frames: &[u32],
-        _sink: &mut dyn FnMut(u32, Vec<u8>) -> Result<()>,
+        locator: &Locator,
+        frames: &[u32],
+        sink: &mut dyn FnMut(u32, Vec<u8>) -> Result<()>,
     ) -> Result<FetchStats> {
-        todo!()
+        let mut stats = FetchStats::default();
+        for request in plan(locator, frames)? {
+            let bytes = self.fetch(&request.pack, request.range.clone())?;
+            stats.requests += 1;
+            stats.bytes += bytes.len() as u64;
+            for &number in &request.frames {
+                let frame = frame_at(locator, number)?;
+                let stored = slice_of(&request, &bytes, frame).unwrap_or_default();
+                sink(number, self.open_frame(&request.pack, frame, stored)?)?;
+            }
+        }
+        Ok(stats)
     }
-    /// Verified bytes of the data address space.
+
+    /// Fetches the chunks of these extents (indexes into the map), each extent once, verified
+    /// against the map. `sink` gets the extent's index and its bytes.
     ///
     /// # Errors
-    /// TODO
+    /// As [`LayerStore::read_frames`]; a chunk with another digest is [`StoreError::Corrupt`].
+    pub fn read_chunks(
+        &self,
+        map: &LayerMap,
+        locator: &Locator,
+        extents: &[usize],
+        sink: &mut dyn FnMut(usize, &[u8]) -> Result<()>,
+    ) -> Result<FetchStats> {
+        let mut wanted = extents
+            .iter()
+            .map(|&i| {
+                locator
+                    .extent(i)
+                    .map(|(frame, offset)| (frame, offset, i))
+                    .ok_or_else(|| StoreError::InvalidInput {
+                        object: format!("extent {i}"),
+                        what: format!("the map has {} extents", map.extents().len()),
+                    })
+            })
+            .collect::<Result<Vec<_>>>()?;
+        wanted.sort_unstable();
+        wanted.dedup();
+        let mut frames: Vec<u32> = wanted.iter().map(|&(frame, _, _)| frame).collect();
+        frames.dedup();
+        self.read_frames(locator, &frames, &mut |number, raw| {
+            let frame = frame_at(locator, number)?;
+            let pack = usize::try_from(frame.pack)
+                .ok()
+                .and_then(|p| locator.packs().get(p))
+                .map(|p| p.id);
+            let pack = pack.unwrap_or(Digest::from_bytes([0; 32])); // `plan` has found it
+            let mut checked: Option<(u32, Digest)> = None;
+            let first = wanted.partition_point(|&(f, _, _)| f < number);
+            let mine = wanted
+                .get(first..)
+                .unwrap_or_default()
+                .iter()
+                .take_while(|&&(f, _, _)| f == number);
+            for &(_, offset, i) in mine {
+                let Some(extent) = map.extents().get(i) else {
+                    continue;
+                };
+                let start = usize::try_from(offset).unwrap_or(usize::MAX);
+                let len = usize::try_from(extent.len).unwrap_or(usize::MAX);
+                let bytes = raw
+                    .get(start..start.saturating_add(len))
+                    .unwrap_or_default();
+                // Extents with one chunk follow each other here: hash it once.
+                if checked != Some((offset, extent.digest)) || bytes.len() != len {
+                    self.check_chunk(&pack, frame, extent, bytes)?;
+                    checked = Some((offset, extent.digest));
+                }
+                sink(i, bytes)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Bytes of the data address space, every chunk verified against the map; what no extent
+    /// covers is zero.
+    ///
+    /// # Errors
+    /// [`StoreError::InvalidInput`] if the range is not within the data; else as
+    /// [`LayerStore::read_chunks`].
     pub fn read_data(
         &self,
-        _map: &LayerMap,
-        _locator: &Locator,
-        _range: Range<u64>,
+        map: &LayerMap,
+        locator: &Locator,
+        range: Range<u64>,
     ) -> Result<Vec<u8>> {
-        todo!()
+        let outside = || StoreError::InvalidInput {
+            object: format!("range {}..{}", range.start, range.end),
+            what: format!("the layer's data has {} bytes", map.data_size()),
+        };
+        if range.start > range.end || range.end > map.data_size() {
+            return Err(outside());
+        }
+        let mut out = vec![0; usize::try_from(range.end - range.start).map_err(|_| outside())?];
+        let extents: Vec<usize> = map.extents_in(range.clone()).collect();
+        self.read_chunks(map, locator, &extents, &mut |i, bytes| {
+            let Some(extent) = map.extents().get(i) else {
+                return Ok(());
+            };
+            let (from, to) = (
+                extent.data_offset.max(range.start),
+                extent.end().min(range.end),
+            );
+            let at = |position: u64, base: u64| {
+                usize::try_from(position.saturating_sub(base)).unwrap_or(usize::MAX)
+            };
+            let source = bytes.get(at(from, extent.data_offset)..at(to, extent.data_offset));
+            let target = out.get_mut(at(from, range.start)..at(to, range.start));
+            if let (Some(source), Some(target)) = (source, target) {
+                target.copy_from_slice(source);
+            }
+            Ok(())
+        })?;
+        Ok(out)
     }
 }

@@ -1,16 +1,31 @@
-//! Writing.
+//! Writing a layer's chunks: hashed and deduplicated on the caller's thread, gathered into frames,
+//! compressed and written by the [`Pipeline`].
+
+use std::collections::HashMap;
+use std::io::{self, Read};
+
 use super::LayerStore;
-use crate::chunker::Params;
+use super::dedupe::{IndexSet, StoredChunk};
+use super::pipeline::{FrameChunk, Pipeline, RawFrame};
+use crate::chunker::{Params, cut};
+use crate::codec::{MAX_LEVEL, MIN_LEVEL};
 use crate::digest::Digest;
-use crate::error::Result;
-use std::io::Read;
+use crate::error::{Result, StoreError};
+use crate::format::map::MAX_CHUNK_LEN;
+
+/// Chunks are gathered until a frame has this many raw bytes. A chunk that has them alone is a
+/// frame of its own.
+pub(super) const FRAME_TARGET: usize = 64 << 10;
+/// Threads that compress, at most.
+const MAX_JOBS: usize = 256;
 
 /// How a layer is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WriterOptions {
     /// zstd level, -7 to 22. Not part of a layer's identity.
     pub level: i32,
-    /// Threads that compress; 0: as many as the machine runs at once.
+    /// Threads that compress, up to 256; 0: as many as the machine runs at once. Not part of a
+    /// layer's identity.
     pub jobs: usize,
     /// How files are cut. Part of a layer's identity.
     pub chunker: Params,
@@ -26,22 +41,23 @@ impl Default for WriterOptions {
     }
 }
 
-/// What writing did so far. Bytes.
+/// What writing did so far. Sizes in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct WriteStats {
     /// Raw bytes of all chunks given.
     pub raw_bytes: u64,
     /// Raw bytes of chunks that were new.
     pub new_raw_bytes: u64,
-    /// Bytes written to the store: packs, indexes, metadata, map, locator, manifest.
+    /// Bytes written to the store: packs, index, metadata, map, locator, manifest, reference.
+    /// Known after publishing.
     pub new_bytes: u64,
     /// Chunks that were new.
     pub new_chunks: u64,
     /// Chunks that the store or this layer had.
     pub reused_chunks: u64,
-    /// Frames written.
+    /// Frames handed over for writing.
     pub new_frames: u64,
-    /// Packs written.
+    /// Packs written. Known after publishing.
     pub new_packs: u64,
 }
 
@@ -54,31 +70,260 @@ pub struct FileChunks {
     pub size: u64,
 }
 
-/// Writes one layer's chunks, then publishes it.
+/// Where a chunk of the layer is.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Place {
+    /// In a frame of this writer: index into its tickets, and offset in the raw bytes.
+    New { ticket: usize, offset: u32 },
+    /// In the store: index into `stored`.
+    Stored { index: usize },
+}
+
+/// Writes one layer's chunks, then publishes it with [`LayerWriter::finish`]. Dropped without
+/// that, nothing of it is visible except packs that no index names.
+///
+/// Memory: what the store's index needs (40 bytes a chunk), about 100 bytes per chunk of this
+/// layer, and a bounded number of frames.
 #[derive(Debug)]
-pub struct LayerWriter {}
+pub struct LayerWriter {
+    pub(super) store: LayerStore,
+    pub(super) options: WriterOptions,
+    pub(super) index: IndexSet,
+    pub(super) known: HashMap<Digest, (Place, u32)>,
+    pub(super) stored: Vec<StoredChunk>,
+    /// A frame's number in the pipeline, by the ticket it got when it was begun.
+    pub(super) tickets: Vec<Option<u64>>,
+    pub(super) pipeline: Pipeline,
+    pending: RawFrame,
+    pending_ticket: usize,
+    pub(super) stats: WriteStats,
+    buffer: Vec<u8>,
+}
 
 impl LayerWriter {
-    pub(super) fn new(_store: LayerStore, _options: WriterOptions) -> Result<Self> {
-        todo!()
+    pub(super) fn new(store: LayerStore, options: WriterOptions) -> Result<Self> {
+        let invalid = |what: String| StoreError::InvalidInput {
+            object: "a layer".to_owned(),
+            what,
+        };
+        options
+            .chunker
+            .check()
+            .map_err(|e| invalid(e.to_string()))?;
+        if !(MIN_LEVEL..=MAX_LEVEL).contains(&options.level) {
+            return Err(invalid(format!(
+                "level {} is not within {MIN_LEVEL} to {MAX_LEVEL}",
+                options.level
+            )));
+        }
+        let jobs = match options.jobs {
+            0 => std::thread::available_parallelism()
+                .map_or(1, usize::from)
+                .min(MAX_JOBS),
+            jobs if jobs <= MAX_JOBS => jobs,
+            jobs => return Err(invalid(format!("{jobs} jobs are more than {MAX_JOBS}"))),
+        };
+        store.check_marker()?;
+        let index = IndexSet::load(store.clone())?;
+        let pipeline = Pipeline::new(store.blobs().clone(), options.level, jobs)?;
+        Ok(Self {
+            store,
+            options,
+            index,
+            known: HashMap::new(),
+            stored: Vec::new(),
+            tickets: vec![None],
+            pipeline,
+            pending: RawFrame::default(),
+            pending_ticket: 0,
+            stats: WriteStats::default(),
+            buffer: Vec::new(),
+        })
     }
-    /// Adds one chunk of 1 byte to 1 MiB.
+
+    /// Adds one chunk of 1 byte to 1 MiB. Does nothing more if the layer or the store has it.
     ///
     /// # Errors
-    /// TODO
-    pub fn add_chunk(&mut self, _bytes: &[u8]) -> Result<Digest> {
-        todo!()
+    /// [`StoreError::InvalidInput`] for an empty or longer chunk; else what went wrong in reading
+    /// the store's packs or in writing this or an earlier chunk.
+    pub fn add_chunk(&mut self, bytes: &[u8]) -> Result<Digest> {
+        let len = u32::try_from(bytes.len())
+            .ok()
+            .filter(|len| (1..=MAX_CHUNK_LEN).contains(len))
+            .ok_or_else(|| StoreError::InvalidInput {
+                object: "a layer".to_owned(),
+                what: format!(
+                    "a chunk has {} bytes, 1 to {MAX_CHUNK_LEN} are allowed",
+                    bytes.len()
+                ),
+            })?;
+        let digest = Digest::of(bytes);
+        self.stats.raw_bytes += u64::from(len);
+        if self.known.contains_key(&digest) || self.find_stored(&digest, len)? {
+            self.stats.reused_chunks += 1;
+            return Ok(digest);
+        }
+        let (ticket, offset) = if bytes.len() >= FRAME_TARGET {
+            let ticket = self.ticket();
+            let chunks = vec![FrameChunk {
+                digest,
+                offset: 0,
+                len,
+            }];
+            self.submit(
+                RawFrame {
+                    raw: bytes.to_vec(),
+                    chunks,
+                },
+                ticket,
+            )?;
+            (ticket, 0)
+        } else {
+            let offset = u32::try_from(self.pending.raw.len()).unwrap_or(u32::MAX); // below 64 KiB
+            self.pending.raw.extend_from_slice(bytes);
+            self.pending.chunks.push(FrameChunk {
+                digest,
+                offset,
+                len,
+            });
+            let ticket = self.pending_ticket;
+            if self.pending.raw.len() >= FRAME_TARGET {
+                self.flush()?;
+            }
+            (ticket, offset)
+        };
+        self.known
+            .insert(digest, (Place::New { ticket, offset }, len));
+        self.stats.new_chunks += 1;
+        self.stats.new_raw_bytes += u64::from(len);
+        Ok(digest)
     }
-    /// Adds a file's bytes.
+
+    /// Looks a chunk up in the store and remembers it.
+    pub(super) fn find_stored(&mut self, digest: &Digest, len: u32) -> Result<bool> {
+        match self.index.locate(digest)? {
+            Some(chunk) if chunk.len == len => {
+                self.known.insert(
+                    *digest,
+                    (
+                        Place::Stored {
+                            index: self.stored.len(),
+                        },
+                        len,
+                    ),
+                );
+                self.stored.push(chunk);
+                Ok(true)
+            }
+            _ => Ok(false),
+        }
+    }
+
+    fn ticket(&mut self) -> usize {
+        self.tickets.push(None);
+        self.tickets.len() - 1
+    }
+
+    fn submit(&mut self, frame: RawFrame, ticket: usize) -> Result<()> {
+        let number = self.pipeline.submit(frame)?;
+        if let Some(slot) = self.tickets.get_mut(ticket) {
+            *slot = Some(number);
+        }
+        self.stats.new_frames += 1;
+        Ok(())
+    }
+
+    /// Hands over the frame that small chunks are gathered in.
+    pub(super) fn flush(&mut self) -> Result<()> {
+        if self.pending.raw.is_empty() {
+            return Ok(());
+        }
+        let frame = std::mem::take(&mut self.pending);
+        let ticket = self.pending_ticket;
+        self.pending_ticket = self.ticket();
+        self.submit(frame, ticket)
+    }
+
+    /// Adds a file's bytes, to the end of `reader`: one chunk if it is small, else cut by the
+    /// writer's chunker. `size_hint` (bytes) need not be right.
     ///
     /// # Errors
-    /// TODO
-    pub fn add_file(&mut self, _reader: &mut dyn Read, _size_hint: u64) -> Result<FileChunks> {
-        todo!()
+    /// [`StoreError::Input`] if `reader` fails; else as [`LayerWriter::add_chunk`].
+    pub fn add_file(&mut self, reader: &mut dyn Read, size_hint: u64) -> Result<FileChunks> {
+        let mut buffer = std::mem::take(&mut self.buffer);
+        let result = self.add_file_with(&mut buffer, reader, size_hint);
+        self.buffer = buffer;
+        result
     }
+
+    fn add_file_with(
+        &mut self,
+        buffer: &mut Vec<u8>,
+        reader: &mut dyn Read,
+        size_hint: u64,
+    ) -> Result<FileChunks> {
+        let params = self.options.chunker;
+        buffer.resize(params.max.max(256 << 10) * 4, 0);
+        let mut file = FileChunks::default();
+        // The buffer's bytes not yet cut are buffer[..len]. First only as much as tells a small
+        // file from others.
+        let mut len = fill(reader, buffer.get_mut(..=params.whole).unwrap_or_default())?;
+        if len <= params.whole {
+            if len > 0 {
+                self.add_piece(&mut file, buffer.get(..len).unwrap_or_default())?;
+            }
+            return Ok(file);
+        }
+        file.chunks
+            .reserve(usize::try_from(size_hint >> 16).unwrap_or(0).min(1 << 16));
+        loop {
+            let space = buffer.get_mut(len..).unwrap_or_default();
+            let wanted = space.len();
+            let got = fill(reader, space)?;
+            len += got;
+            let ended = got < wanted;
+            let mut rest = buffer.get(..len).unwrap_or_default();
+            while rest.len() >= params.max || (ended && !rest.is_empty()) {
+                let (piece, others) = rest
+                    .split_at_checked(cut(rest, &params))
+                    .unwrap_or((rest, &[]));
+                self.add_piece(&mut file, piece)?;
+                rest = others;
+            }
+            if ended {
+                return Ok(file);
+            }
+            let kept = rest.len();
+            buffer.copy_within(len - kept..len, 0);
+            len = kept;
+        }
+    }
+
+    fn add_piece(&mut self, file: &mut FileChunks, bytes: &[u8]) -> Result<()> {
+        let digest = self.add_chunk(bytes)?;
+        file.chunks
+            .push((digest, u32::try_from(bytes.len()).unwrap_or(u32::MAX))); // add_chunk checked it
+        file.size += bytes.len() as u64;
+        Ok(())
+    }
+
     /// What was done so far.
     #[must_use]
-    pub fn stats(&self) -> WriteStats {
-        todo!()
+    pub const fn stats(&self) -> WriteStats {
+        self.stats
     }
+}
+
+/// Reads until `buffer` is full or the input ends.
+fn fill(reader: &mut dyn Read, buffer: &mut [u8]) -> Result<usize> {
+    let mut len = 0;
+    while let Some(space) = buffer.get_mut(len..).filter(|space| !space.is_empty()) {
+        match reader.read(space) {
+            Ok(0) => break,
+            Ok(n) => len += n.min(space.len()),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(StoreError::Input(e)),
+        }
+    }
+    Ok(len)
 }
