@@ -1,0 +1,19 @@
+//! Packs sources and reads the layers back: through our own reader, and through the kernel.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::indexing_slicing,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::cast_possible_wrap
+)]
+
+mod archive;
+mod archive_damage;
+mod archive_sparse;
+//mod directory;
+mod meaning;
+//mod privileged_kernel;
+//mod privileged_upper;
+//mod same_digest;
+mod support;
