@@ -55,6 +55,9 @@ enum Task {
         /// Work here instead of `.quickstart` in the repository
         #[arg(long, value_name = "DIR")]
         dir: Option<PathBuf>,
+        /// The release binary is built: set when going on as root
+        #[arg(long, hide = true)]
+        prebuilt: bool,
     },
     /// Check the rules that compilers do not: imports, file lengths, headers, specs
     Tidy,
@@ -65,8 +68,14 @@ enum Task {
 fn main() -> ExitCode {
     let outcome = match Cli::parse().task {
         Task::Test { full, no_setup } => test::run(full, no_setup),
-        Task::Quickstart { clean: true, dir } => quickstart::clean(dir),
-        Task::Quickstart { clean: false, dir } => quickstart::run(dir),
+        Task::Quickstart {
+            clean: true, dir, ..
+        } => quickstart::clean(dir),
+        Task::Quickstart {
+            clean: false,
+            dir,
+            prebuilt,
+        } => quickstart::run(dir, prebuilt),
         Task::Tidy => tidy::run(),
         Task::Setup => setup::run(),
     };

@@ -52,7 +52,20 @@ const TOOLS: [Tool; 13] = [
 /// # Errors
 /// When something is missing and cannot be installed.
 pub(crate) fn run() -> Result<()> {
-    let missing = missing();
+    packages(|_| true)?;
+    nextest()
+}
+
+/// The same for the quickstart alone, which needs less.
+///
+/// # Errors
+/// As [`run`].
+pub(crate) fn for_quickstart() -> Result<()> {
+    packages(|tool| tool.purpose.contains("quickstart") || tool.package == "erofs-utils")
+}
+
+fn packages(wanted: impl Fn(&Tool) -> bool) -> Result<()> {
+    let missing = missing(wanted);
     if !missing.is_empty() {
         if layerpack_fixtures::find_tool("apt-get").is_none() {
             let list: Vec<String> = missing
@@ -67,12 +80,13 @@ pub(crate) fn run() -> Result<()> {
         let packages: Vec<&str> = missing.iter().map(|tool| tool.package).collect();
         apt::install(&packages)?;
     }
-    nextest()
+    Ok(())
 }
 
-fn missing() -> Vec<&'static Tool> {
+fn missing(wanted: impl Fn(&Tool) -> bool) -> Vec<&'static Tool> {
     TOOLS
         .iter()
+        .filter(|tool| wanted(tool))
         .filter(|tool| {
             let there = tool
                 .program
