@@ -122,6 +122,9 @@ impl<'a> Checker<'_, 'a> {
             if device.tag == [0; 64] {
                 self.report(ROOT, format!("device {number} has no tag"));
             }
+            if device.blocks == 0 {
+                self.report(ROOT, format!("device {number} has no size"));
+            }
             if device.mapped_block != 0 && device.mapped_block < self.image.superblock().blocks {
                 self.report(ROOT, format!("device {number} is mapped onto the metadata"));
             }

@@ -137,8 +137,14 @@ impl<'a> Image<'a> {
         let Some(blocks) = blocks else {
             return Err(inode.corrupt(format!("device {} does not exist", place.device)));
         };
+        // Old versions of mkfs.erofs leave the size of a device 0.
+        let limit = if blocks == 0 {
+            u64::MAX
+        } else {
+            blocks * BLOCK_SIZE
+        };
         let end = place.address.checked_add(len);
-        if end.is_none_or(|end| end > blocks * BLOCK_SIZE) {
+        if end.is_none_or(|end| end > limit) {
             return Err(inode.corrupt(format!(
                 "{len} bytes at {} pass the end of device {} of {blocks} blocks",
                 place.address, place.device

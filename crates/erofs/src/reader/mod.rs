@@ -55,7 +55,7 @@ pub struct Superblock {
 pub struct Device {
     /// Tag as written.
     pub tag: [u8; 64],
-    /// Size in blocks of 4 KiB.
+    /// Size in blocks of 4 KiB; 0: not known.
     pub blocks: u64,
     /// Where the device begins in the flat address space, in blocks; 0: nowhere.
     pub mapped_block: u64,
