@@ -10,7 +10,7 @@ type Row = (
     &'static [&'static str],
 );
 
-/// Tests may use the fixtures; tests of the node and sandbox sides also what they translate for.
+/// Tests may use the fixtures; the packer's also `sys`, to have the kernel make what it packs.
 const TABLE: [Row; 9] = [
     ("layerpack-erofs", &[], &["layerpack-fixtures"]),
     ("layerpack-store", &[], &["layerpack-fixtures"]),
@@ -18,7 +18,7 @@ const TABLE: [Row; 9] = [
     (
         "layerpack-packer",
         &["layerpack-erofs", "layerpack-store"],
-        &["layerpack-fixtures"],
+        &["layerpack-fixtures", "layerpack-sys"],
     ),
     (
         "layerpack-layerfs",
