@@ -14,6 +14,8 @@ use crate::error::{PackError, Result};
 use crate::path::{Component, components, join};
 use crate::warnings::Warnings;
 
+mod below;
+
 /// What marks an opaque directory in a layer.
 pub(crate) const OPAQUE: &[u8] = b"trusted.overlay.opaque";
 /// Symbolic links followed on the way to one entry before giving up.
@@ -33,6 +35,8 @@ pub(crate) struct Layer {
     opaque: BTreeSet<NodeId>,
     /// Whether there can be layers below at all.
     bottom: bool,
+    /// The merged layers below, where they are known.
+    below: Option<Box<below::Below>>,
     /// What was dropped or altered.
     pub warnings: Warnings,
 }
@@ -74,6 +78,7 @@ impl Layer {
             whiteouts: BTreeSet::new(),
             opaque: BTreeSet::new(),
             bottom,
+            below: None,
             warnings: Warnings::default(),
         }
     }
@@ -116,17 +121,25 @@ impl Layer {
                 Component::Name(name) => name,
             };
             let here = stack.last().copied().unwrap_or(start);
-            let Some(child) = self.tree.child(here, &name) else {
-                let id = self
-                    .tree
-                    .insert(here, &name, implicit_metadata(), NodeKind::Directory)?;
-                self.implicit.insert(id);
-                stack.push(id);
-                continue;
+            let own = self.tree.child(here, &name);
+            // Through a symbolic link of the layers below as through one of its own.
+            let kind = match own {
+                Some(child) => Some(&self.tree.node(child).kind),
+                None => self
+                    .beneath(here, &name)
+                    .map(|(id, below)| &below.tree.node(id).kind)
+                    .filter(|kind| matches!(kind, NodeKind::Symlink(_))),
             };
-            match &self.tree.node(child).kind {
-                NodeKind::Directory => stack.push(child),
-                NodeKind::Symlink(target) => {
+            match kind {
+                None | Some(NodeKind::Directory) => {
+                    let child = match own {
+                        Some(child) => child,
+                        None => self.insert_implicit(here, &name)?,
+                    };
+                    self.descend(here, &name, child);
+                    stack.push(child);
+                }
+                Some(NodeKind::Symlink(target)) => {
                     followed += 1;
                     if followed > MAX_FOLLOWED {
                         return Err(PackError::unsupported(
@@ -143,6 +156,14 @@ impl Layer {
             }
         }
         Ok(stack.last().copied().unwrap_or(start))
+    }
+
+    fn insert_implicit(&mut self, parent: NodeId, name: &[u8]) -> Result<NodeId> {
+        let id = self
+            .tree
+            .insert(parent, name, implicit_metadata(), NodeKind::Directory)?;
+        self.implicit.insert(id);
+        Ok(id)
     }
 
     /// Adds a directory, or defines one that is there.
@@ -251,6 +272,7 @@ impl Layer {
     /// Turns whiteouts and opaque marks into nodes and attributes. Afterwards the tree is what the
     /// layer shows to overlayfs.
     pub(crate) fn settle(&mut self) -> Result<()> {
+        self.link_copies()?;
         let whiteouts = std::mem::take(&mut self.whiteouts);
         let opaque = std::mem::take(&mut self.opaque);
         if self.bottom {
@@ -294,7 +316,8 @@ impl Layer {
         Ok(())
     }
 
-    fn make_opaque(&mut self, id: NodeId) {
+    /// Nothing of the layers below shows in a directory, which carries the mark for it.
+    pub(crate) fn make_opaque(&mut self, id: NodeId) {
         self.tree
             .node_mut(id)
             .metadata
@@ -303,7 +326,7 @@ impl Layer {
     }
 
     /// Directories within an opaque one cannot inherit anything: they are the layer's own.
-    fn define_below_opaque(&mut self) {
+    pub(crate) fn define_below_opaque(&mut self) {
         if self.implicit.is_empty() {
             return;
         }

@@ -186,7 +186,10 @@ impl TarSource<'_> {
         self.limits.check_path(&entry.link)?;
         let target = match self.layer.place(self.start, &entry.link)? {
             Place::Root => None,
-            Place::Named { parent, name } => self.layer.tree.child(parent, &name),
+            Place::Named { parent, name } => match self.layer.tree.child(parent, &name) {
+                Some(target) => Some(target),
+                None => self.layer.copy_up(&Place::Named { parent, name })?,
+            },
         };
         let target = target.ok_or_else(|| {
             let why = format!(

@@ -11,9 +11,9 @@
 mod archive;
 mod archive_damage;
 mod archive_sparse;
-//mod directory;
+mod directory;
 mod meaning;
 //mod privileged_kernel;
 //mod privileged_upper;
-//mod same_digest;
+mod same_digest;
 mod support;

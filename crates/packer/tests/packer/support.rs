@@ -155,7 +155,7 @@ impl Tree {
     pub fn get(&self, path: &str) -> &Node {
         self.nodes
             .get(path.as_bytes())
-            .unwrap_or_else(|| panic!("no {path} in {:?}", self.paths()))
+            .unwrap_or_else(|| panic!("no {path} in the layer"))
     }
 
     pub fn has(&self, path: &str) -> bool {
