@@ -418,7 +418,8 @@ mod tests {
                 .wrapping_add(1442695040888963407);
             (state >> 33) % below
         };
-        for round in 0..400 {
+        let size = |len: u64| usize::try_from(len).unwrap();
+        for round in 0..400u32 {
             let mut file = Vec::new();
             let mut parts = Vec::new();
             for _ in 0..random(8) {
@@ -433,17 +434,17 @@ mod tests {
                 }
                 match random(3) {
                     0 => {
-                        file.resize(file.len() + len as usize, 0);
+                        file.resize(file.len() + size(len), 0);
                         parts.push(Part::Hole(len));
                     }
                     1 => {
-                        file.resize(file.len() + len as usize, 0);
-                        parts.push(Part::Data(vec![0; len as usize]));
+                        file.resize(file.len() + size(len), 0);
+                        parts.push(Part::Data(vec![0; size(len)]));
                     }
                     _ => {
-                        let mut data = vec![1 + (round % 255) as u8; len as usize];
+                        let mut data = vec![1 + u8::try_from(round % 255).unwrap(); size(len)];
                         // Zeros within that no rule may touch.
-                        data[(len / 2) as usize] = 0;
+                        data[size(len / 2)] = 0;
                         file.extend_from_slice(&data);
                         parts.push(Part::Data(data));
                     }

@@ -90,7 +90,7 @@ mod tests {
             if self.0 == 0 {
                 return Err(io::Error::other("broken"));
             }
-            let n = out.len().min(1000).min(self.0 as usize);
+            let n = out.len().min(1000).min(usize::try_from(self.0).unwrap());
             out[..n].fill(7);
             self.0 -= n as u64;
             Ok(n)

@@ -74,14 +74,14 @@ struct Gzip<R> {
 }
 
 enum State<R> {
-    Member(GzDecoder<R>),
+    Member(Box<GzDecoder<R>>),
     Done,
 }
 
 impl<R: BufRead> Gzip<R> {
     fn new(input: R) -> Self {
         Self {
-            state: State::Member(GzDecoder::new(input)),
+            state: State::Member(Box::new(GzDecoder::new(input))),
         }
     }
 }
@@ -106,7 +106,7 @@ impl<R: BufRead> Read for Gzip<R> {
             match input.fill_buf()?.first() {
                 None => {}
                 Some(0) => only_zeros(&mut input)?,
-                Some(_) => self.state = State::Member(GzDecoder::new(input)),
+                Some(_) => self.state = State::Member(Box::new(GzDecoder::new(input))),
             }
         }
     }

@@ -7,7 +7,9 @@ use crate::support::{Packed, base, refused};
 const MIB: u64 = 1 << 20;
 
 /// Pieces that start and end anywhere, more than old GNU's first header and extension hold.
-fn pieces() -> (Vec<(u64, u64)>, u64, Vec<u8>, Vec<u8>) {
+type Sparse = (Vec<(u64, u64)>, u64, Vec<u8>, Vec<u8>);
+
+fn pieces() -> Sparse {
     let mut map = Vec::new();
     let mut stored = Vec::new();
     let size = 40 * MIB + 777;

@@ -112,7 +112,7 @@ fn unreadable_things_are_named() {
             "file" => fs_err::write(&victim, "x").unwrap(),
             _ => fs_err::create_dir(&victim).unwrap(),
         }
-        fs_err::set_permissions(&victim, PermissionsExt::from_mode(0)).unwrap();
+        fs_err::set_permissions(&victim, PermissionsExt::from_mode(0o000)).unwrap();
         cases.push((name, tree));
     }
     // Root reads everything; a thread can be somebody else.

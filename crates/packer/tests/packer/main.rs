@@ -5,7 +5,9 @@
     clippy::indexing_slicing,
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
-    clippy::cast_possible_wrap
+    clippy::cast_possible_wrap,
+    unreachable_pub,
+    missing_docs
 )]
 
 mod archive;
@@ -13,7 +15,7 @@ mod archive_damage;
 mod archive_sparse;
 mod directory;
 mod meaning;
-//mod privileged_kernel;
-//mod privileged_upper;
+mod privileged_kernel;
+mod privileged_upper;
 mod same_digest;
 mod support;
