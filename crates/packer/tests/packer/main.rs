@@ -14,6 +14,8 @@ mod archive;
 mod archive_damage;
 mod archive_sparse;
 mod directory;
+mod faults;
+mod hostile;
 mod meaning;
 mod privileged_kernel;
 mod privileged_upper;

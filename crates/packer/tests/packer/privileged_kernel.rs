@@ -159,7 +159,7 @@ fn privileged_random_trees_from_directory_and_archive_mounted() {
     if let Some(reason) = unable() {
         skip!("{reason}");
     }
-    for seed in 100..103 {
+    for seed in layerpack_fixtures::trees::seeds() {
         let scratch = ScratchDir::new("random-mount").unwrap();
         let dir = scratch.mkdir("tree").unwrap();
         random(&dir, &RandomOptions::new(seed)).unwrap();

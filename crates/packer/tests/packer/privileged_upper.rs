@@ -260,7 +260,7 @@ fn privileged_random_operations_come_back() {
     if let Some(reason) = unable() {
         skip!("{reason}");
     }
-    for seed in 0..8 {
+    for seed in layerpack_fixtures::trees::seeds() {
         round_trip(
             "operations",
             |dir| {

@@ -119,7 +119,7 @@ fn a_directory_and_its_archives() {
     if find_tool("tar").is_none() {
         skip!("needs GNU tar");
     }
-    for seed in 0..4 {
+    for seed in layerpack_fixtures::trees::seeds() {
         let scratch = ScratchDir::new("same").unwrap();
         let dir = scratch.mkdir("tree").unwrap();
         random(
