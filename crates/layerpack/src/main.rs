@@ -1,2 +1,47 @@
-//! Entry point.
-fn main() {}
+//! The `layerpack` command: wiring, printing and exit codes.
+//!
+//! The libraries do the work; this crate parses arguments, chooses defaults (store, state
+//! directory), talks to the node daemon, and turns results into text or JSON. It is also the
+//! binary of the daemon itself (`layerpack daemon`) and, when started under the name
+//! `layerpack-init`, the first process of a sandbox.
+//!
+//! | module | owns |
+//! |---|---|
+//! | [`args`] | the command line |
+//! | [`commands`] | one file per command |
+//! | [`api`] | the types of the daemon's HTTP API (described in `API.md`) |
+//! | [`client`] | the API's client, and starting the daemon when it is not running |
+//! | [`daemon`] | the API's server |
+//! | [`context`], [`stack`] | what commands share: store, root, references to layers |
+//! | [`output`], [`progress`], [`failure`] | all that is ever printed |
+
+mod api;
+mod args;
+mod client;
+mod commands;
+mod context;
+mod daemon;
+mod failure;
+mod launch;
+mod logging;
+mod mounts;
+mod output;
+mod progress;
+mod published;
+mod stack;
+mod thaw;
+mod units;
+
+use std::process::ExitCode;
+
+/// The name under which the binary is started as a sandbox's first process.
+const INIT_NAME: &str = "layerpack-init";
+
+fn main() -> ExitCode {
+    // Before anything else: a sandbox's init must not parse arguments, read the environment or
+    // start threads.
+    if std::env::args_os().next().is_some_and(|name| name == INIT_NAME) {
+        layerpack_runtime::init_main();
+    }
+    commands::main()
+}

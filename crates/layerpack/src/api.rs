@@ -1,0 +1,147 @@
+//! The daemon's HTTP API: paths and JSON bodies, described for other clients in `API.md`.
+//!
+//! Both sides of this crate use these types, so server and client cannot drift apart. Fields may
+//! be added within an API version and readers ignore what they do not know; anything else raises
+//! [`VERSION`].
+
+use std::path::{Path, PathBuf};
+
+use layerpack_layerfs::{LeaseInfo, LeaseSpec, NodeStatus};
+use serde::{Deserialize, Serialize};
+
+/// Version of the API, the `1` of `/v1/…`.
+pub(crate) const VERSION: u32 = 1;
+
+/// Name of the socket in the node's root directory.
+pub(crate) const SOCKET_NAME: &str = "daemon.sock";
+/// Name of the daemon's log in the node's root directory, when a command started it.
+pub(crate) const LOG_NAME: &str = "daemon.log";
+
+/// `GET`: [`Info`].
+pub(crate) const INFO: &str = "/v1/info";
+/// `GET`: [`Status`].
+pub(crate) const STATUS: &str = "/v1/status";
+/// `POST` [`StackRequest`]: [`StackReply`].
+pub(crate) const STACKS: &str = "/v1/stacks";
+/// `POST` [`StopRequest`]: [`Stopping`].
+pub(crate) const STOP: &str = "/v1/stop";
+
+/// Largest request body, in bytes.
+pub(crate) const MAX_REQUEST: usize = 1 << 20;
+/// Largest reply that the client takes, in bytes.
+pub(crate) const MAX_REPLY: usize = 64 << 20;
+
+/// The path of one lease's stack; `DELETE`: [`Released`].
+pub(crate) fn stack_path(lease: &str) -> String {
+    format!("{STACKS}/{lease}")
+}
+
+/// Whether a lease's id can stand in a path as it is: 1 to 64 letters, digits, `-`, `_` and `.`.
+pub(crate) fn valid_lease(id: &str) -> bool {
+    (1..=64).contains(&id.len())
+        && id.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.'))
+        && !id.starts_with('.')
+}
+
+/// Path of the socket of the node at `root`.
+pub(crate) fn socket_path(root: &Path) -> PathBuf {
+    root.join(SOCKET_NAME)
+}
+
+/// Who answers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Info {
+    /// [`VERSION`] of the daemon.
+    pub(crate) api: u32,
+    /// Version of its program.
+    pub(crate) version: String,
+    /// Its process id, in its own pid namespace.
+    pub(crate) pid: u32,
+    /// The node's root directory.
+    pub(crate) root: PathBuf,
+    /// When it started, in seconds since 1970.
+    pub(crate) started: u64,
+    /// Inode number of its mount namespace: layers are visible there only.
+    pub(crate) mount_namespace: u64,
+}
+
+/// What the node holds and did.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Status {
+    /// Who answers.
+    pub(crate) daemon: Info,
+    /// Layers and counters.
+    pub(crate) node: NodeStatus,
+    /// Who holds what.
+    pub(crate) leases: Vec<LeaseInfo>,
+}
+
+/// Asks for a stack of layers to be mounted and kept.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct StackRequest {
+    /// URL of the store, absolute.
+    pub(crate) store: String,
+    /// Manifest digests (`b3:…`), bottom first.
+    pub(crate) layers: Vec<String>,
+    /// Who needs it, until when.
+    pub(crate) lease: LeaseSpec,
+}
+
+/// A stack that is up.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct StackReply {
+    /// The lease's id.
+    pub(crate) lease: String,
+    /// Directories to use as overlay lowers, topmost first. The first may be one more than was
+    /// asked for: the stack's implicit directories.
+    pub(crate) lowers: Vec<PathBuf>,
+}
+
+/// Answer to the end of a lease.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Released {
+    /// False when no such lease was known, which is no error.
+    pub(crate) released: bool,
+}
+
+/// Asks the daemon to end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct StopRequest {
+    /// Also while leases are held.
+    #[serde(default)]
+    pub(crate) force: bool,
+}
+
+/// The daemon has unmounted everything and ends after this reply.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Stopping {
+    /// Always true.
+    pub(crate) stopping: bool,
+}
+
+/// Body of every reply whose status is not 200.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ErrorReply {
+    /// What went wrong.
+    pub(crate) error: ErrorBody,
+}
+
+/// What went wrong.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ErrorBody {
+    /// One line, fit to be shown as it is.
+    pub(crate) message: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lease_ids_cannot_leave_their_path() {
+        assert!(valid_lease("mount-0a1b"));
+        for id in ["", "a/b", "..", ".x", "a b", "ä", &"x".repeat(65)] {
+            assert!(!valid_lease(id), "{id}");
+        }
+    }
+}

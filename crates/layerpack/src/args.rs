@@ -1,0 +1,340 @@
+//! The command line: names and options follow docker, podman and restic where they have one.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::{ArgAction, Args, Parser, Subcommand};
+
+use crate::output::Format;
+use crate::units::{Bytes, Cpus};
+
+/// Where node state lies when neither `--root` nor `LAYERPACK_ROOT` says so.
+pub(crate) const DEFAULT_ROOT: &str = "/var/lib/layerpack";
+
+const EXIT_CODES: &str = "\
+Exit codes: 0 done; 1 failed (one line that starts with `error:` says why); 2 wrong usage.
+`run` and `sandbox exec` pass on the code of the command (128 + number when a signal ended it),
+125 when layerpack itself failed, 126 when the command cannot be started, 127 when it is missing.";
+
+/// Image layers and lazy filesystems for sandboxes.
+#[derive(Debug, Parser)]
+#[command(name = "layerpack", version, after_help = EXIT_CODES, max_term_width = 100)]
+pub(crate) struct Cli {
+    #[command(flatten)]
+    pub(crate) global: Global,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+/// Options that every command takes.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct Global {
+    /// Where layers live: a directory or file:// URL [default: ROOT/store]
+    #[arg(long, global = true, env = "LAYERPACK_STORE", value_name = "URL", hide_env_values = true)]
+    pub(crate) store: Option<String>,
+    /// Directory of this node's state: cache, mounts, sandboxes, daemon socket
+    #[arg(long, global = true, env = "LAYERPACK_ROOT", value_name = "DIR", default_value = DEFAULT_ROOT)]
+    pub(crate) root: PathBuf,
+    /// How results are printed
+    #[arg(short, long, global = true, value_enum, value_name = "FORMAT", default_value_t = Format::Text)]
+    pub(crate) output: Format,
+    /// Log more to stderr (repeat for more still)
+    #[arg(short, long, global = true, action = ArgAction::Count)]
+    pub(crate) verbose: u8,
+    /// No progress on stderr
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    pub(crate) quiet: bool,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Pack a directory or an archive into a layer and publish it
+    Build(BuildArgs),
+    /// List the store's layers
+    Ls(LsArgs),
+    /// Show a layer, or the conflicts of a stack of layers
+    Inspect(InspectArgs),
+    /// Read every byte of a layer and check it
+    Verify(VerifyArgs),
+    /// Take a layer's reference out of the store
+    Rm(RmArgs),
+    /// Mount a stack of layers on a directory
+    Mount(MountArgs),
+    /// Unmount what `mount` mounted
+    Umount(UmountArgs),
+    /// Run, stop or ask the node daemon
+    Daemon(DaemonArgs),
+    /// Check what this node can do, and say what to change
+    Doctor,
+    /// Run one command in a fresh sandbox
+    Run(RunArgs),
+    /// Sandboxes that last: create, exec, ls, rm
+    Sandbox(SandboxArgs),
+    /// Publish what a sandbox changed as a diff layer
+    PackDiff(PackDiffArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BuildArgs {
+    /// base, workspace or toolkit
+    #[arg(long)]
+    pub(crate) kind: String,
+    /// Name of the layer
+    #[arg(long)]
+    pub(crate) name: String,
+    /// Version of the layer; once published it never changes
+    #[arg(long)]
+    pub(crate) version: String,
+    /// What to pack: dir:PATH, or tar:PATH (plain, gzip or zstd)
+    #[arg(long, value_name = "SRC")]
+    pub(crate) from: String,
+    /// A layer this one is meant to lie on, bottom first (repeatable)
+    #[arg(long, value_name = "REF")]
+    pub(crate) parent: Vec<String>,
+    /// Put the source's contents under this path of the layer
+    #[arg(long, value_name = "PATH")]
+    pub(crate) at: Option<OsString>,
+    /// Leave out matching paths; `*` stops at `/`, `**` does not (repeatable)
+    #[arg(long, value_name = "PATTERN")]
+    pub(crate) exclude: Vec<String>,
+    /// Label for people and tools (repeatable)
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub(crate) label: Vec<String>,
+    /// Platform the contents are made for, such as linux/amd64 [default: this machine's]
+    #[arg(long, value_name = "OS/ARCH")]
+    pub(crate) platform: Option<String>,
+    /// Clamp times that are later than this many seconds since 1970
+    #[arg(long, env = "SOURCE_DATE_EPOCH", value_name = "SECONDS", allow_negative_numbers = true)]
+    pub(crate) source_date_epoch: Option<i64>,
+    /// Compression level of new data; does not change the layer's identity
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(i32).range(1..=19))]
+    pub(crate) level: i32,
+    /// Compression threads [default: one per processor]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) jobs: Option<u16>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct LsArgs {
+    /// Only layers of this kind: base, workspace, toolkit or diff
+    #[arg(long)]
+    pub(crate) kind: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct InspectArgs {
+    /// Layers to show; with --stack, a stack from the bottom up
+    #[arg(required = true, value_name = "REF")]
+    pub(crate) refs: Vec<String>,
+    /// List the paths that more than one layer of the stack defines
+    #[arg(long)]
+    pub(crate) stack: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct VerifyArgs {
+    /// Layers to check
+    #[arg(required = true, value_name = "REF")]
+    pub(crate) refs: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RmArgs {
+    /// Layers to remove
+    #[arg(required = true, value_name = "REF")]
+    pub(crate) refs: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+#[command(override_usage = "layerpack mount [OPTIONS] <REF>... <DIR>")]
+pub(crate) struct MountArgs {
+    /// Layers from the bottom up, then the directory to mount on
+    #[arg(required = true, num_args = 2.., value_names = ["REF", "DIR"])]
+    pub(crate) refs_and_dir: Vec<OsString>,
+    /// Writable: changes go to a scratch directory of the node, which `umount` deletes
+    #[arg(long)]
+    pub(crate) rw: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct UmountArgs {
+    /// Directories to unmount
+    #[arg(required = true, value_name = "DIR")]
+    pub(crate) dirs: Vec<PathBuf>,
+    /// Detach even while processes use it
+    #[arg(long, short = 'l')]
+    pub(crate) lazy: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DaemonArgs {
+    #[command(subcommand)]
+    pub(crate) command: Option<DaemonCommand>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum DaemonCommand {
+    /// Serve in the foreground (the default; fit for systemd, Type=notify)
+    Run {
+        /// Leave the caller's session: set by commands that start the daemon themselves
+        #[arg(long, hide = true)]
+        detached: bool,
+    },
+    /// Unmount the node's layers and end the daemon
+    Stop {
+        /// Also while mounts and sandboxes use layers: their unread data becomes I/O errors
+        #[arg(long, short)]
+        force: bool,
+    },
+    /// Show the daemon's layers, leases and counters
+    Status,
+}
+
+/// Options that `run`, `sandbox create` and `sandbox exec` share.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct ProcessArgs {
+    /// Keep stdin open and pass it on
+    #[arg(short, long)]
+    pub(crate) interactive: bool,
+    /// Give the command a terminal
+    #[arg(short, long)]
+    pub(crate) tty: bool,
+    /// Set a variable; KEY alone takes the caller's value (repeatable)
+    #[arg(short, long, value_name = "KEY[=VALUE]")]
+    pub(crate) env: Vec<String>,
+    /// User and group by name or number
+    #[arg(short, long, value_name = "USER[:GROUP]")]
+    pub(crate) user: Option<String>,
+    /// Working directory
+    #[arg(short, long, value_name = "DIR")]
+    pub(crate) workdir: Option<PathBuf>,
+}
+
+/// Options that shape a new sandbox.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct ShapeArgs {
+    /// Name of the sandbox, unique on the node
+    #[arg(long)]
+    pub(crate) name: Option<String>,
+    /// Host name inside [default: the sandbox's id]
+    #[arg(long)]
+    pub(crate) hostname: Option<String>,
+    /// Memory limit, such as 512m or 2g
+    #[arg(short, long, value_name = "BYTES")]
+    pub(crate) memory: Option<Bytes>,
+    /// Processor limit, such as 1.5
+    #[arg(long, value_name = "N")]
+    pub(crate) cpus: Option<Cpus>,
+    /// Limit on processes and threads
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) pids_limit: Option<u64>,
+    /// none: only a loopback interface; host: the node's network
+    #[arg(long, value_enum, default_value_t = NetworkArg::None)]
+    pub(crate) network: NetworkArg,
+}
+
+/// Network of a sandbox.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum NetworkArg {
+    /// A network namespace with nothing but a loopback interface.
+    None,
+    /// The node's own network.
+    Host,
+}
+
+#[derive(Debug, Args)]
+#[command(override_usage = "layerpack run [OPTIONS] <REF>... -- <CMD>...")]
+pub(crate) struct RunArgs {
+    /// Layers from the bottom up; a lone diff brings the layers it was made on
+    #[arg(required = true, value_name = "REF")]
+    pub(crate) refs: Vec<String>,
+    /// Command and arguments
+    #[arg(last = true, required = true, value_name = "CMD")]
+    pub(crate) command: Vec<OsString>,
+    /// Delete what the sandbox wrote when the command ends
+    #[arg(long)]
+    pub(crate) rm: bool,
+    #[command(flatten)]
+    pub(crate) process: ProcessArgs,
+    #[command(flatten)]
+    pub(crate) shape: ShapeArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SandboxArgs {
+    #[command(subcommand)]
+    pub(crate) command: SandboxCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum SandboxCommand {
+    /// Create a sandbox that lasts until `sandbox rm`; prints its id
+    Create(SandboxCreateArgs),
+    /// Run a command in a sandbox
+    Exec(SandboxExecArgs),
+    /// List sandboxes
+    Ls,
+    /// End sandboxes and delete what they wrote
+    Rm(SandboxRmArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SandboxCreateArgs {
+    /// Layers from the bottom up; a lone diff brings the layers it was made on
+    #[arg(required = true, value_name = "REF")]
+    pub(crate) refs: Vec<String>,
+    /// Set a variable for every command of the sandbox; KEY alone takes the caller's value
+    #[arg(short, long, value_name = "KEY[=VALUE]")]
+    pub(crate) env: Vec<String>,
+    /// User and group of its commands by name or number, unless `exec` says otherwise
+    #[arg(short, long, value_name = "USER[:GROUP]")]
+    pub(crate) user: Option<String>,
+    /// Working directory of its commands, unless `exec` says otherwise
+    #[arg(short, long, value_name = "DIR")]
+    pub(crate) workdir: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) shape: ShapeArgs,
+}
+
+#[derive(Debug, Args)]
+#[command(override_usage = "layerpack sandbox exec [OPTIONS] <SANDBOX> [--] <CMD>...")]
+pub(crate) struct SandboxExecArgs {
+    #[command(flatten)]
+    pub(crate) process: ProcessArgs,
+    /// Id or name
+    pub(crate) sandbox: String,
+    /// Command and arguments
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true, value_name = "CMD")]
+    pub(crate) command: Vec<OsString>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SandboxRmArgs {
+    /// Ids or names
+    #[arg(required = true, value_name = "SANDBOX")]
+    pub(crate) sandboxes: Vec<String>,
+    /// Also while it runs
+    #[arg(long, short)]
+    pub(crate) force: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PackDiffArgs {
+    /// Id or name
+    pub(crate) sandbox: String,
+    /// Name of the snapshot, published as diff/NAME:VERSION
+    #[arg(long)]
+    pub(crate) name: String,
+    /// Version of the snapshot; once published it never changes
+    #[arg(long)]
+    pub(crate) version: String,
+    /// Label for people and tools (repeatable)
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub(crate) label: Vec<String>,
+    /// Compression level of new data
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(i32).range(1..=19))]
+    pub(crate) level: i32,
+    /// Compression threads [default: one per processor]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) jobs: Option<u16>,
+}

@@ -1,0 +1,175 @@
+//! Client of the daemon's API: one HTTP request per connection over the unix socket.
+//!
+//! Calls block. Each client owns a current-thread runtime, so no thread outlives it: a sandbox is
+//! launched from a process with a single thread, after the client was dropped.
+
+mod start;
+
+pub(crate) use start::{ensure, mount_namespace};
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Bytes;
+use hyper::{Method, Request, StatusCode};
+use hyper_util::rt::TokioIo;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::net::UnixStream;
+
+use crate::api;
+use crate::daemon::socket::Address;
+
+/// For answers that need no work.
+const QUICK: Duration = Duration::from_secs(30);
+/// For answers that wait for a store or for unmounting.
+const PATIENT: Duration = Duration::from_secs(600);
+
+/// Why a request has no answer.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ClientError {
+    /// No process serves the socket.
+    #[error("no layerpack daemon runs for {root} (start it with `layerpack daemon`)")]
+    NotRunning {
+        /// The node's root directory.
+        root: String,
+    },
+    /// The socket cannot be used.
+    #[error("cannot reach the daemon at {socket} (root only; see `layerpack doctor`)")]
+    Connect {
+        /// Path of the socket.
+        socket: String,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// The daemon said no.
+    #[error("{message}")]
+    Refused {
+        /// Its words.
+        message: String,
+    },
+    /// The connection ended early, or what came is no answer.
+    #[error("the daemon gave no answer to {request} (it may have been killed; its log is {log})")]
+    Lost {
+        /// Method and path.
+        request: String,
+        /// Path of the daemon's log.
+        log: String,
+        /// What was seen.
+        source: anyhow::Error,
+    },
+}
+
+/// Talks to the daemon of one node.
+#[derive(Debug)]
+pub(crate) struct Client {
+    root: PathBuf,
+    runtime: tokio::runtime::Runtime,
+}
+
+impl Client {
+    /// A client of the node at `root`; connects on each call only.
+    pub(crate) fn new(root: &Path) -> anyhow::Result<Self> {
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot start the client")?;
+        Ok(Self { root: root.to_owned(), runtime })
+    }
+
+    /// Who answers.
+    pub(crate) fn info(&self) -> Result<api::Info, ClientError> {
+        self.call::<(), _>(Method::GET, api::INFO, None, QUICK)
+    }
+
+    /// What the node holds.
+    pub(crate) fn status(&self) -> Result<api::Status, ClientError> {
+        self.call::<(), _>(Method::GET, api::STATUS, None, QUICK)
+    }
+
+    /// Mounts a stack of layers and takes a lease on it.
+    pub(crate) fn stack_up(&self, request: &api::StackRequest) -> Result<api::StackReply, ClientError> {
+        self.call(Method::POST, api::STACKS, Some(request), PATIENT)
+    }
+
+    /// Ends a lease.
+    pub(crate) fn release(&self, lease: &str) -> Result<api::Released, ClientError> {
+        self.call::<(), _>(Method::DELETE, &api::stack_path(lease), None, PATIENT)
+    }
+
+    /// Ends the daemon.
+    pub(crate) fn stop(&self, force: bool) -> Result<api::Stopping, ClientError> {
+        self.call(Method::POST, api::STOP, Some(&api::StopRequest { force }), PATIENT)
+    }
+
+    fn call<B: Serialize, R: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&B>,
+        limit: Duration,
+    ) -> Result<R, ClientError> {
+        let lost = |source: anyhow::Error| ClientError::Lost {
+            request: format!("{method} {path}"),
+            log: self.root.join(api::LOG_NAME).display().to_string(),
+            source,
+        };
+        let bytes = match body {
+            Some(body) => serde_json::to_vec(body).map_err(|e| lost(e.into()))?,
+            None => Vec::new(),
+        };
+        let request = Request::builder()
+            .method(&method)
+            .uri(path)
+            .header(hyper::header::HOST, "localhost")
+            .header(hyper::header::CONTENT_TYPE, "application/json")
+            .body(Full::new(Bytes::from(bytes)))
+            .map_err(|e| lost(e.into()))?;
+        self.runtime.block_on(async {
+            let stream = self.connect().await?;
+            let (status, reply) = tokio::time::timeout(limit, exchange(stream, request))
+                .await
+                .map_err(|_| lost(anyhow::anyhow!("nothing came within {} s", limit.as_secs())))?
+                .map_err(lost)?;
+            if status == StatusCode::OK {
+                return serde_json::from_slice(&reply).map_err(|e| lost(e.into()));
+            }
+            match serde_json::from_slice::<api::ErrorReply>(&reply) {
+                Ok(refusal) => Err(ClientError::Refused { message: refusal.error.message }),
+                Err(_) => Err(lost(anyhow::anyhow!("status {status} without a reason"))),
+            }
+        })
+    }
+
+    async fn connect(&self) -> Result<UnixStream, ClientError> {
+        let socket = api::socket_path(&self.root);
+        let absent = |e: &io::Error| matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
+        let connected = match Address::of(&self.root) {
+            Ok(address) => UnixStream::connect(address.path()).await,
+            Err(e) => Err(e),
+        };
+        connected.map_err(|source| {
+            if absent(&source) {
+                ClientError::NotRunning { root: self.root.display().to_string() }
+            } else {
+                ClientError::Connect { socket: socket.display().to_string(), source }
+            }
+        })
+    }
+}
+
+async fn exchange(stream: UnixStream, request: Request<Full<Bytes>>) -> anyhow::Result<(StatusCode, Bytes)> {
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
+    // The driver ends by itself when `sender` and the body are dropped.
+    let driver = tokio::spawn(connection);
+    let response = sender.send_request(request).await?;
+    let status = response.status();
+    let body = Limited::new(response.into_body(), api::MAX_REPLY)
+        .collect()
+        .await
+        .map_err(|e| anyhow::anyhow!("{e}"))?
+        .to_bytes();
+    driver.abort();
+    Ok((status, body))
+}

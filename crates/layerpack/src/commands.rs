@@ -1,0 +1,60 @@
+//! One file per command. Each takes its arguments and the [`Context`], and ends with an exit code
+//! or a [`Failure`].
+
+mod build;
+mod daemon;
+mod doctor;
+mod inspect;
+mod ls;
+mod mount;
+mod pack_diff;
+mod rm;
+mod run;
+mod sandbox;
+mod umount;
+mod verify;
+
+use std::process::ExitCode;
+
+use clap::Parser as _;
+
+use crate::args::{Cli, Command, DaemonCommand};
+use crate::context::Context;
+use crate::failure::Failure;
+use crate::logging;
+
+/// What a command comes to.
+pub(crate) type Outcome = Result<ExitCode, Failure>;
+
+/// Parses the command line, runs the command, reports its failure.
+pub(crate) fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let format = cli.global.output;
+    logging::start(cli.global.verbose, is_daemon(&cli.command));
+    let outcome = Context::new(&cli.global).map_err(Failure::from).and_then(|context| dispatch(&context, cli.command));
+    match outcome {
+        Ok(code) => code,
+        Err(failure) => failure.report(format),
+    }
+}
+
+fn is_daemon(command: &Command) -> bool {
+    matches!(command, Command::Daemon(d) if matches!(d.command, None | Some(DaemonCommand::Run { .. })))
+}
+
+fn dispatch(context: &Context, command: Command) -> Outcome {
+    match command {
+        Command::Build(args) => build::run(context, args),
+        Command::Ls(args) => ls::run(context, &args),
+        Command::Inspect(args) => inspect::run(context, &args),
+        Command::Verify(args) => verify::run(context, &args),
+        Command::Rm(args) => rm::run(context, &args),
+        Command::Mount(args) => mount::run(context, args),
+        Command::Umount(args) => umount::run(context, &args),
+        Command::Daemon(args) => daemon::run(context, args),
+        Command::Doctor => doctor::run(context),
+        Command::Run(args) => run::run(context, args),
+        Command::Sandbox(args) => sandbox::run(context, args),
+        Command::PackDiff(args) => pack_diff::run(context, args),
+    }
+}

@@ -1,0 +1,91 @@
+//! `layerpack build`: packs a source and publishes it as a layer.
+
+use std::collections::BTreeMap;
+use std::os::unix::ffi::OsStringExt;
+use std::process::ExitCode;
+
+use anyhow::bail;
+use layerpack_packer::{BuildOptions, Source};
+use layerpack_store::{Kind, LayerName, LayerStore, ParentRef, Reference, Version};
+
+use super::Outcome;
+use super::ls::parse_kind;
+use crate::args::BuildArgs;
+use crate::context::Context;
+use crate::output::{note, printable};
+use crate::progress::Reporter;
+use crate::published::{Published, platform};
+use crate::stack::parse_reference;
+
+pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
+    let kind = parse_kind(&args.kind)?;
+    if kind == Kind::Diff {
+        return Err(anyhow::anyhow!("a diff is made from a sandbox: use `layerpack pack-diff`, or build a base, workspace or toolkit").into());
+    }
+    let reference = Reference::new(kind, LayerName::new(&args.name)?, Version::new(&args.version)?);
+    let source: Source = args.from.parse()?;
+    let store = context.store()?;
+    let mut options = BuildOptions::new(reference, source);
+    options.at = args.at.map(OsStringExt::into_vec);
+    options.parents = parents(&store, &args.parent)?;
+    options.platform = platform(args.platform);
+    options.labels = labels(&args.label)?;
+    options.level = args.level;
+    options.jobs = args.jobs.map_or(0, usize::from);
+    options.source_date_epoch = args.source_date_epoch;
+    options.excludes = args.exclude;
+
+    let reporter = Reporter::new("build", context.quiet);
+    let report = layerpack_packer::build(&store, &options, &reporter);
+    reporter.finish();
+    let report = report?;
+    warn(&report.warnings);
+    Published::new(&report.published, report.counts, report.meta_bytes, report.warnings, report.cpu_seconds)
+        .print(context)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn parents(store: &LayerStore, references: &[String]) -> anyhow::Result<Vec<ParentRef>> {
+    let mut parents = Vec::with_capacity(references.len());
+    for text in references {
+        let reference = parse_reference(text)?;
+        let manifest = store.resolve(&reference)?;
+        parents.push(ParentRef { reference: Some(reference), manifest });
+    }
+    Ok(parents)
+}
+
+/// Reads `KEY=VALUE` labels.
+pub(super) fn labels(given: &[String]) -> anyhow::Result<BTreeMap<String, String>> {
+    let mut labels = BTreeMap::new();
+    for text in given {
+        let Some((key, value)) = text.split_once('=').filter(|(key, _)| !key.is_empty()) else {
+            bail!("label {text:?} is not KEY=VALUE");
+        };
+        if labels.insert(key.to_owned(), value.to_owned()).is_some() {
+            bail!("label {key} is given twice");
+        }
+    }
+    Ok(labels)
+}
+
+/// Shows a report's warnings on stderr.
+pub(super) fn warn(warnings: &[String]) {
+    for warning in warnings {
+        note(&format!("warning: {}", printable(warning)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_have_a_key_and_are_given_once() {
+        let given = |list: &[&str]| labels(&list.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>());
+        assert_eq!(given(&["a=b=c", "d="]).unwrap().get("a").map(String::as_str), Some("b=c"));
+        for bad in [&["a"][..], &["=x"], &["a=1", "a=2"]] {
+            assert!(given(bad).is_err(), "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! `layerpack inspect`: one layer's manifest, or what the layers of a stack do to each other.
+
+mod conflicts;
+
+use std::collections::BTreeSet;
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use layerpack_erofs::Image;
+use layerpack_store::{LayerStore, Manifest};
+use serde::Serialize;
+
+use super::Outcome;
+use crate::args::InspectArgs;
+use crate::context::Context;
+use crate::output::{Table, print, printable};
+use crate::stack::{self, StackLayer, parse_reference};
+use crate::units::human_bytes;
+use conflicts::{Conflict, Effect};
+
+/// A layer in `-o json`.
+#[derive(Debug, Serialize)]
+struct Shown {
+    reference: String,
+    digest: String,
+    layer_id: String,
+    manifest: Manifest,
+}
+
+/// A stack in `-o json`.
+#[derive(Debug, Serialize)]
+struct Stack {
+    /// Bottom first.
+    layers: Vec<String>,
+    conflicts: Vec<Conflict>,
+}
+
+pub(super) fn run(context: &Context, args: &InspectArgs) -> Outcome {
+    let store = context.store()?;
+    if args.stack {
+        show_stack(context, &store, &args.refs)?;
+    } else {
+        show_layers(context, &store, &args.refs)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn show_layers(context: &Context, store: &LayerStore, references: &[String]) -> anyhow::Result<()> {
+    let mut shown = Vec::with_capacity(references.len());
+    for text in references {
+        let reference = parse_reference(text)?;
+        let (digest, manifest) = store.load(&reference)?;
+        shown.push(Shown {
+            reference: reference.to_string(),
+            digest: digest.to_string(),
+            layer_id: manifest.layer_id().to_string(),
+            manifest,
+        });
+    }
+    print(context.format, &shown, |out| {
+        for (i, layer) in shown.iter().enumerate() {
+            if i > 0 {
+                writeln!(out)?;
+            }
+            describe(out, layer)?;
+        }
+        Ok(())
+    })?;
+    Ok(())
+}
+
+fn describe(out: &mut dyn Write, layer: &Shown) -> io::Result<()> {
+    let manifest = &layer.manifest;
+    let counts = &manifest.counts;
+    let mut line = |key: &str, value: String| writeln!(out, "{key:<11} {}", printable(&value));
+    line("layer", layer.reference.clone())?;
+    line("digest", layer.digest.clone())?;
+    line("layer id", layer.layer_id.clone())?;
+    line("platform", manifest.platform.clone())?;
+    line(
+        "contents",
+        format!(
+            "{} files, {} directories, {} symlinks, {} others, {}",
+            counts.files,
+            counts.directories,
+            counts.symlinks,
+            counts.others,
+            human_bytes(counts.bytes)
+        ),
+    )?;
+    line("metadata", format!("{} {}", manifest.meta.digest, human_bytes(manifest.meta.size)))?;
+    line("map", format!("{} {}", manifest.map.digest, human_bytes(manifest.map.size)))?;
+    line("data", human_bytes(manifest.data_size))?;
+    for parent in &manifest.parents {
+        let name = parent.reference.as_ref().map(ToString::to_string).unwrap_or_default();
+        line("parent", format!("{name} {}", parent.manifest).trim_start().to_owned())?;
+    }
+    for (what, map) in
+        [("parameter", &manifest.parameters), ("label", &manifest.labels), ("annotation", &manifest.annotations)]
+    {
+        for (key, value) in map {
+            line(what, format!("{key}={value}"))?;
+        }
+    }
+    Ok(())
+}
+
+fn show_stack(context: &Context, store: &LayerStore, references: &[String]) -> anyhow::Result<()> {
+    let layers = stack::resolve(store, references)?;
+    let mut sources = Vec::with_capacity(layers.len());
+    for layer in &layers {
+        sources.push((layer, store.meta(&layer.manifest)?, store.map(&layer.manifest)?));
+    }
+    let mut opened = Vec::with_capacity(sources.len());
+    for (layer, meta, map) in &sources {
+        opened.push(conflicts::Layer {
+            name: &layer.name,
+            image: Image::open(meta).with_context(|| unreadable(layer))?,
+            implicit: map.implicit_dirs().iter().map(Vec::as_slice).collect::<BTreeSet<&[u8]>>(),
+        });
+    }
+    let found = Stack {
+        layers: layers.iter().map(|layer| layer.name.clone()).collect(),
+        conflicts: conflicts::find(&opened)?,
+    };
+    print(context.format, &found, |out| {
+        if found.conflicts.is_empty() {
+            return writeln!(out, "no conflicts in {}", found.layers.join(" "));
+        }
+        let mut table = Table::new(&["EFFECT", "PATH", "LAYERS (bottom first)"]);
+        for conflict in &found.conflicts {
+            let effect = match conflict.effect {
+                Effect::Replaces => "replaces",
+                Effect::Type => "type",
+                Effect::Deletes => "deletes",
+                Effect::Hides => "hides",
+                Effect::Attributes => "attributes",
+            };
+            table.row([effect.to_owned(), conflict.path.clone(), conflict.layers.join(" ")]);
+        }
+        table.write(out)
+    })?;
+    Ok(())
+}
+
+fn unreadable(layer: &StackLayer) -> String {
+    format!("{}: its metadata is no image this version reads (`layerpack verify {}`)", layer.name, layer.name)
+}

@@ -1,0 +1,148 @@
+//! `layerpack mount REF... DIR`: a stack of layers as one tree.
+//!
+//! The daemon mounts the layers; this process merges them with overlayfs and attaches the result
+//! in its own mount namespace. Whatever fails, nothing stays: the detached overlay goes with its
+//! descriptor, the lease and the record with [`Claim`].
+
+use std::ffi::OsString;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context as _, anyhow, bail};
+use layerpack_layerfs::LeaseSpec;
+use layerpack_sys::mount::{self, OverlaySpec};
+use serde::Serialize;
+
+use super::Outcome;
+use crate::api::StackRequest;
+use crate::args::MountArgs;
+use crate::client::Client;
+use crate::context::Context;
+use crate::launch::release;
+use crate::mounts::Place;
+use crate::output::print;
+use crate::stack::{self, StackLayer};
+
+#[derive(Debug, Serialize)]
+struct Mounted {
+    directory: PathBuf,
+    layers: Vec<Layer>,
+    writable: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct Layer {
+    layer: String,
+    digest: String,
+}
+
+pub(super) fn run(context: &Context, args: MountArgs) -> Outcome {
+    let (references, dir) = split(args.refs_and_dir)?;
+    let layers = stack::resolve(&context.store()?, &references)?;
+    let directory = fs_err::canonicalize(&dir).context("the mount point must exist (create it with mkdir)")?;
+    if !directory.is_dir() {
+        return Err(anyhow!("the mount point {} is not a directory", directory.display()).into());
+    }
+    let client = context.daemon("mounting layers")?;
+    let claim = Claim::new(context, &client, &directory, &layers, args.rw)?;
+    let lowers = claim.stack_up(context, &layers)?;
+    let tree = merge(&lowers, args.rw.then(|| claim.place.upper_and_work()))?;
+    mount::attach(tree.as_fd(), &directory)?;
+    claim.keep();
+    let mounted = Mounted {
+        directory,
+        layers: layers
+            .into_iter()
+            .map(|layer| Layer { layer: layer.name, digest: layer.digest.to_string() })
+            .collect(),
+        writable: args.rw,
+    };
+    print(context.format, &mounted, |_| Ok(()))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The last argument is the directory, those before it are references.
+fn split(mut arguments: Vec<OsString>) -> anyhow::Result<(Vec<String>, PathBuf)> {
+    let Some(dir) = arguments.pop() else { bail!("a directory to mount on is needed") };
+    let references = arguments
+        .into_iter()
+        .map(|argument| argument.into_string().map_err(|a| anyhow::anyhow!("{} is no reference: it is not UTF-8", a.display())))
+        .collect::<anyhow::Result<Vec<_>>>()?;
+    Ok((references, PathBuf::from(dir)))
+}
+
+/// A mount point that is taken but not yet mounted; given back on drop.
+struct Claim<'a> {
+    place: Place,
+    root: PathBuf,
+    client: &'a Client,
+    kept: bool,
+}
+
+impl<'a> Claim<'a> {
+    fn new(context: &Context, client: &'a Client, directory: &Path, layers: &[StackLayer], writable: bool) -> anyhow::Result<Self> {
+        let place = Place::of(context.root(), directory);
+        let names: Vec<String> = layers.iter().map(|layer| layer.name.clone()).collect();
+        if let Some(record) = place.record()? {
+            if mount::is_mounted(directory)? {
+                bail!("{} is mounted on {} already: `layerpack umount` it first", record.layers.join(" "), directory.display());
+            }
+            // Its mount went away without `layerpack umount`: by umount(8), or a restart.
+            release(context.root(), place.lease())?;
+            place.remove()?;
+        }
+        place
+            .claim(directory, names, writable)
+            .with_context(|| format!("cannot record the mount on {} (does another `layerpack mount` work on it?)", directory.display()))?;
+        Ok(Self { place, root: context.root().to_owned(), client, kept: false })
+    }
+
+    fn stack_up(&self, context: &Context, layers: &[StackLayer]) -> anyhow::Result<Vec<PathBuf>> {
+        let request = StackRequest {
+            store: context.store_url().to_owned(),
+            layers: layers.iter().map(|layer| layer.digest.to_string()).collect(),
+            lease: LeaseSpec { id: self.place.lease().to_owned(), owner: "mount".to_owned(), pid: None },
+        };
+        Ok(self.client.stack_up(&request)?.lowers)
+    }
+
+    fn keep(mut self) {
+        self.kept = true;
+    }
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        if self.kept {
+            return;
+        }
+        if let Err(error) = release(&self.root, self.place.lease()) {
+            tracing::warn!(%error, "cannot release the lease of a failed mount");
+        }
+        if let Err(error) = self.place.remove() {
+            tracing::warn!(%error, "cannot remove the record of a failed mount");
+        }
+    }
+}
+
+/// One detached tree of all lowers (topmost first), read-only without an upper.
+fn merge(lowers: &[PathBuf], upper: Option<(PathBuf, PathBuf)>) -> anyhow::Result<OwnedFd> {
+    match (lowers, &upper) {
+        ([], _) => bail!("the daemon gave no layers to mount"),
+        // Overlayfs wants two layers: one alone is simply shown in a second place.
+        ([only], None) => {
+            let tree = mount::bind(only)?;
+            mount::set_private(tree.as_fd(), false)?;
+            Ok(tree)
+        }
+        _ => Ok(mount::overlay(&OverlaySpec {
+            lowers: lowers.iter().cloned().map(Into::into).collect(),
+            // The upper does not outlive the mount: nothing is gained by syncing it.
+            volatile: upper.is_some(),
+            upper,
+            xino: true,
+            source: "layerpack".to_owned(),
+        })?),
+    }
+}

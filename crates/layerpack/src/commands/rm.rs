@@ -1,0 +1,39 @@
+//! `layerpack rm`: takes references out of the store.
+//!
+//! Contents stay, since other layers may share them and nodes may have them mounted.
+
+use std::process::ExitCode;
+
+use serde::Serialize;
+
+use super::Outcome;
+use crate::args::RmArgs;
+use crate::context::Context;
+use crate::output::print;
+use crate::stack::parse_reference;
+
+#[derive(Debug, Serialize)]
+struct Removed {
+    removed: Vec<String>,
+}
+
+pub(super) fn run(context: &Context, args: &RmArgs) -> Outcome {
+    // All are looked up first: a typing error in the last must not leave half of it done.
+    let references = args.refs.iter().map(|text| parse_reference(text)).collect::<anyhow::Result<Vec<_>>>()?;
+    let store = context.store()?;
+    for reference in &references {
+        store.resolve(reference)?;
+    }
+    let mut done = Removed { removed: Vec::new() };
+    for reference in &references {
+        store.remove(reference)?;
+        done.removed.push(reference.to_string());
+    }
+    print(context.format, &done, |out| {
+        for reference in &done.removed {
+            writeln!(out, "{reference}")?;
+        }
+        Ok(())
+    })?;
+    Ok(ExitCode::SUCCESS)
+}

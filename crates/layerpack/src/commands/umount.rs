@@ -1,0 +1,68 @@
+//! `layerpack umount`: takes a mount of `layerpack mount` away.
+//!
+//! Nothing here needs the daemon to live: the kernel unmounts, the record is on disk, and a lease
+//! that a dead daemon held died with it.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context as _, bail};
+use serde::Serialize;
+
+use super::Outcome;
+use crate::args::UmountArgs;
+use crate::context::{Context, require_root};
+use crate::launch::release;
+use crate::mounts::Place;
+use crate::output::print;
+
+#[derive(Debug, Serialize)]
+struct Unmounted {
+    unmounted: Vec<PathBuf>,
+}
+
+pub(super) fn run(context: &Context, args: &UmountArgs) -> Outcome {
+    require_root("unmounting")?;
+    let mut done = Unmounted { unmounted: Vec::new() };
+    for dir in &args.dirs {
+        done.unmounted.push(one(context, dir, args.lazy)?);
+    }
+    print(context.format, &done, |_| Ok(()))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn one(context: &Context, dir: &Path, lazy: bool) -> anyhow::Result<PathBuf> {
+    let directory = resolve(dir)?;
+    let place = Place::of(context.root(), &directory);
+    let mounted = layerpack_sys::mount::is_mounted(&directory)?;
+    if place.record()?.is_none() {
+        if mounted {
+            bail!("{} was not mounted by this node ({}): use umount(8)", directory.display(), context.root().display());
+        }
+        bail!("nothing is mounted on {} (`layerpack daemon status` lists the mounts)", directory.display());
+    }
+    if mounted {
+        layerpack_sys::mount::unmount(&directory, lazy).with_context(|| {
+            format!("cannot unmount {}: if it is in use, leave it first or use --lazy", directory.display())
+        })?;
+    }
+    release(context.root(), place.lease())?;
+    place.remove()?;
+    Ok(directory)
+}
+
+/// The path without symbolic links. The last component is allowed to be unreadable, as the root
+/// of a mount without its server may be.
+fn resolve(dir: &Path) -> anyhow::Result<PathBuf> {
+    let error = match fs_err::canonicalize(dir) {
+        Ok(path) => return Ok(path),
+        Err(error) => error,
+    };
+    match (dir.parent(), dir.file_name()) {
+        (Some(parent), Some(name)) if error.kind() != std::io::ErrorKind::NotFound => {
+            let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
+            Ok(fs_err::canonicalize(parent)?.join(name))
+        }
+        _ => Err(error).context("nothing to unmount"),
+    }
+}

@@ -1,0 +1,115 @@
+//! `layerpack verify`: reads every byte of layers and checks it.
+
+use std::process::ExitCode;
+
+use anyhow::anyhow;
+use layerpack_store::{Damage, VerifyReport};
+use serde::Serialize;
+
+use super::Outcome;
+use crate::args::VerifyArgs;
+use crate::context::Context;
+use crate::output::{note, print, printable};
+use crate::stack::parse_reference;
+use crate::units::human_bytes;
+
+/// One layer in `-o json`.
+#[derive(Debug, Serialize)]
+struct Verified {
+    reference: String,
+    digest: Option<String>,
+    layer_id: Option<String>,
+    objects: u64,
+    frames: u64,
+    chunks: u64,
+    /// Bytes read from the store.
+    stored_bytes: u64,
+    /// Bytes of file contents that were checked.
+    raw_bytes: u64,
+    damage: Vec<Damaged>,
+}
+
+/// A damaged object.
+#[derive(Debug, Serialize)]
+struct Damaged {
+    object: String,
+    /// First byte and the byte after the last, when not all of it is concerned.
+    range: Option<(u64, u64)>,
+    what: String,
+    /// What cannot be read because of it: ranges of the layer's data.
+    data: Vec<(u64, u64)>,
+}
+
+pub(super) fn run(context: &Context, args: &VerifyArgs) -> Outcome {
+    let references = args.refs.iter().map(|text| parse_reference(text)).collect::<anyhow::Result<Vec<_>>>()?;
+    let store = context.store()?;
+    let mut verified = Vec::with_capacity(references.len());
+    for reference in &references {
+        verified.push(Verified::from(store.verify(reference)?));
+    }
+    print(context.format, &verified, |out| {
+        for layer in verified.iter().filter(|layer| layer.damage.is_empty()) {
+            writeln!(
+                out,
+                "{} is good: {} chunks, {} ({} stored)",
+                layer.reference,
+                layer.chunks,
+                human_bytes(layer.raw_bytes),
+                human_bytes(layer.stored_bytes)
+            )?;
+        }
+        Ok(())
+    })?;
+    let mut bad = Vec::new();
+    for layer in verified.iter().filter(|layer| !layer.damage.is_empty()) {
+        for damage in &layer.damage {
+            note(&printable(&format!("{}: {}", layer.reference, damage.text())));
+        }
+        bad.push(layer.reference.as_str());
+    }
+    if bad.is_empty() {
+        return Ok(ExitCode::SUCCESS);
+    }
+    Err(anyhow!(
+        "{} damaged in store {}: restore the objects above from a copy of the store, or build the layer again",
+        if bad.len() == 1 { format!("{} is", bad.concat()) } else { format!("{} are", bad.join(", ")) },
+        context.store_url()
+    )
+    .into())
+}
+
+impl From<VerifyReport> for Verified {
+    fn from(report: VerifyReport) -> Self {
+        Self {
+            reference: report.reference.to_string(),
+            digest: report.manifest.map(|digest| digest.to_string()),
+            layer_id: report.layer_id.map(|id| id.to_string()),
+            objects: report.objects,
+            frames: report.frames,
+            chunks: report.chunks,
+            stored_bytes: report.stored_bytes,
+            raw_bytes: report.raw_bytes,
+            damage: report.damaged.into_iter().map(Damaged::from).collect(),
+        }
+    }
+}
+
+impl From<Damage> for Damaged {
+    fn from(damage: Damage) -> Self {
+        Self {
+            object: damage.key,
+            range: damage.range.map(|range| (range.start, range.end)),
+            what: damage.what,
+            data: damage.data.into_iter().map(|range| (range.start, range.end)).collect(),
+        }
+    }
+}
+
+impl Damaged {
+    fn text(&self) -> String {
+        let range = self.range.map(|(start, end)| format!(" bytes {start}..{end}")).unwrap_or_default();
+        let lost: u64 = self.data.iter().map(|(start, end)| end.saturating_sub(*start)).sum();
+        let lost = if lost == 0 { String::new() } else { format!("; {} of the layer cannot be read", human_bytes(lost)) };
+        format!("{}{range} is damaged: {}{lost}", self.object, self.what)
+    }
+}

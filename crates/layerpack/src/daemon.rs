@@ -1,0 +1,102 @@
+//! The node daemon: owns the node's layers and serves the API of `API.md` on a unix socket.
+//!
+//! One process per node root; the library's lock on the root makes a second one fail. Requests
+//! are accepted by one thread and worked on by a bounded pool, since mounting and fetching block.
+//! The bytes of layers do not pass through here: the FUSE threads of `layerpack_layerfs` serve
+//! them.
+
+mod handlers;
+mod prune;
+pub(crate) mod socket;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::Context as _;
+use axum::extract::DefaultBodyLimit;
+use axum::routing::{delete, get, post};
+use axum::Router;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::Notify;
+
+use crate::api;
+use crate::client;
+use handlers::Server;
+use socket::OwnerOnly;
+
+/// Threads that work on requests; more requests than that wait.
+const WORKERS: usize = 32;
+
+/// Serves the node at `root` until it is told to stop, by the API or by SIGTERM or SIGINT.
+///
+/// # Errors
+/// When the root belongs to a running daemon, or the node cannot be started on this machine.
+pub(crate) fn run(root: &Path) -> anyhow::Result<()> {
+    let node = layerpack_layerfs::Node::start(layerpack_layerfs::NodeConfig::recommended(root.to_owned()))?;
+    prune::at_start(&node, root);
+    let served = serve(root, Arc::clone(&node));
+    // Whatever ended the serving, nothing may stay mounted. After a stop by the API this finds
+    // nothing to do.
+    let stopped = node.stop(true).context("cannot unmount everything");
+    if let Err(error) = fs_err::remove_file(api::socket_path(root)) {
+        tracing::debug!(%error, "the socket was gone");
+    }
+    served?;
+    stopped?;
+    tracing::info!("stopped");
+    Ok(())
+}
+
+fn serve(root: &Path, node: Arc<layerpack_layerfs::Node>) -> anyhow::Result<()> {
+    let info = api::Info {
+        api: api::VERSION,
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        pid: std::process::id(),
+        root: root.to_owned(),
+        started: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
+        mount_namespace: client::mount_namespace()?,
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .max_blocking_threads(WORKERS)
+        .enable_all()
+        .build()
+        .context("cannot start the daemon's threads")?;
+    let stop = Arc::new(Notify::new());
+    let server = Arc::new(Server::new(node, info, Arc::clone(&stop)));
+    runtime.block_on(async {
+        let listener = OwnerOnly::bind(root)
+            .with_context(|| format!("cannot listen on {}", api::socket_path(root).display()))?;
+        // Registered before anyone is told that the daemon is ready.
+        let mut terminate = signal(SignalKind::terminate())?;
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        tracing::info!(root = %root.display(), pid = std::process::id(), "ready");
+        if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Ready]) {
+            tracing::warn!(%error, "cannot tell the service manager");
+        }
+        axum::serve(listener, router(server))
+            .with_graceful_shutdown(async move {
+                tokio::select! {
+                    () = stop.notified() => tracing::info!("told to stop"),
+                    _ = terminate.recv() => tracing::info!("ended by SIGTERM"),
+                    _ = interrupt.recv() => tracing::info!("ended by SIGINT"),
+                }
+                let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+            })
+            .await
+            .context("serving failed")
+    })
+}
+
+fn router(server: Arc<Server>) -> Router {
+    Router::new()
+        .route(api::INFO, get(handlers::info))
+        .route(api::STATUS, get(handlers::status))
+        .route(api::STACKS, post(handlers::stack_up))
+        .route(&api::stack_path("{lease}"), delete(handlers::release))
+        .route(api::STOP, post(handlers::stop))
+        .fallback(handlers::unknown)
+        .layer(DefaultBodyLimit::max(api::MAX_REQUEST))
+        .with_state(server)
+}

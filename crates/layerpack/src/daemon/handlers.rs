@@ -1,0 +1,175 @@
+//! One function per request of the API.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use axum::Json;
+use axum::extract::rejection::JsonRejection;
+use axum::extract::{Path, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use layerpack_layerfs::{LayerfsError, Node};
+use layerpack_store::{Digest, LayerStore, StoreError};
+use tokio::sync::Notify;
+
+use super::prune;
+use crate::api;
+use crate::failure::one_line;
+
+/// Stores that are kept open; past that the daemon opens them anew for each request.
+const MAX_STORES: usize = 64;
+
+/// What all requests share.
+#[derive(Debug)]
+pub(super) struct Server {
+    node: Arc<Node>,
+    info: api::Info,
+    stop: Arc<Notify>,
+    stores: Mutex<HashMap<String, LayerStore>>,
+}
+
+impl Server {
+    pub(super) fn new(node: Arc<Node>, info: api::Info, stop: Arc<Notify>) -> Self {
+        Self { node, info, stop, stores: Mutex::new(HashMap::new()) }
+    }
+
+    fn store(&self, url: &str) -> Result<LayerStore, Refusal> {
+        let mut stores = self.stores.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(store) = stores.get(url) {
+            return Ok(store.clone());
+        }
+        let blobs = layerpack_store::open_url(url).map_err(|e| Refusal::new(StatusCode::BAD_REQUEST, e))?;
+        let store = LayerStore::new(blobs);
+        if stores.len() < MAX_STORES {
+            stores.insert(url.to_owned(), store.clone());
+        }
+        Ok(store)
+    }
+}
+
+/// A request that fails: the reply's status and its one line.
+#[derive(Debug)]
+pub(super) struct Refusal {
+    status: StatusCode,
+    message: String,
+}
+
+impl Refusal {
+    fn new(status: StatusCode, error: impl Into<anyhow::Error>) -> Self {
+        Self { status, message: one_line(&error.into()) }
+    }
+
+    fn bad_request(message: String) -> Self {
+        Self { status: StatusCode::BAD_REQUEST, message }
+    }
+}
+
+impl From<LayerfsError> for Refusal {
+    fn from(error: LayerfsError) -> Self {
+        let status = match &error {
+            LayerfsError::Store(StoreError::Missing { .. } | StoreError::UnknownReference { .. }) => StatusCode::NOT_FOUND,
+            LayerfsError::InvalidLease { .. } | LayerfsError::Stack { .. } => StatusCode::BAD_REQUEST,
+            LayerfsError::LeaseTaken { .. } | LayerfsError::InUse { .. } | LayerfsError::Stopped { .. } => StatusCode::CONFLICT,
+            _ => StatusCode::INTERNAL_SERVER_ERROR,
+        };
+        Self::new(status, error)
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        tracing::warn!(status = self.status.as_u16(), message = %self.message, "request failed");
+        let body = api::ErrorReply { error: api::ErrorBody { message: self.message } };
+        (self.status, Json(body)).into_response()
+    }
+}
+
+type Reply<T> = Result<Json<T>, Refusal>;
+
+pub(super) async fn info(State(server): State<Arc<Server>>) -> Json<api::Info> {
+    Json(server.info.clone())
+}
+
+pub(super) async fn status(State(server): State<Arc<Server>>) -> Reply<api::Status> {
+    blocking(move || {
+        Ok(api::Status { daemon: server.info.clone(), node: server.node.status(), leases: server.node.leases() })
+    })
+    .await
+}
+
+pub(super) async fn stack_up(
+    State(server): State<Arc<Server>>,
+    body: Result<Json<api::StackRequest>, JsonRejection>,
+) -> Reply<api::StackReply> {
+    let request = parsed(body)?;
+    blocking(move || {
+        if request.layers.is_empty() {
+            return Err(Refusal::bad_request("a stack needs at least one layer".to_owned()));
+        }
+        let layers = request
+            .layers
+            .iter()
+            .map(|text| text.parse::<Digest>())
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(|e| Refusal::new(StatusCode::BAD_REQUEST, e))?;
+        let lease = request.lease;
+        if !api::valid_lease(&lease.id) {
+            return Err(Refusal::bad_request(format!(
+                "lease id {:?} is not 1 to 64 letters, digits, '-', '_' or '.'",
+                lease.id
+            )));
+        }
+        let store = server.store(&request.store)?;
+        let stack = server.node.stack_up(&store, &layers, &lease)?;
+        Ok(api::StackReply { lease: lease.id, lowers: stack.lowers })
+    })
+    .await
+}
+
+pub(super) async fn release(State(server): State<Arc<Server>>, Path(id): Path<String>) -> Reply<api::Released> {
+    blocking(move || match server.node.release(&id) {
+        Ok(()) => Ok(api::Released { released: true }),
+        Err(LayerfsError::UnknownLease { .. }) => Ok(api::Released { released: false }),
+        Err(error) => Err(error.into()),
+    })
+    .await
+}
+
+pub(super) async fn stop(
+    State(server): State<Arc<Server>>,
+    body: Result<Json<api::StopRequest>, JsonRejection>,
+) -> Reply<api::Stopping> {
+    let request = parsed(body)?;
+    let stop = Arc::clone(&server.stop);
+    let reply = blocking(move || {
+        prune::at_stop(&server.node, &server.info.root);
+        server.node.stop(request.force)?;
+        Ok(api::Stopping { stopping: true })
+    })
+    .await?;
+    // One permit is kept until the server looks, so this cannot come too early.
+    stop.notify_one();
+    Ok(reply)
+}
+
+pub(super) async fn unknown() -> Refusal {
+    Refusal {
+        status: StatusCode::NOT_FOUND,
+        message: format!("no such path in version {} of the API", api::VERSION),
+    }
+}
+
+fn parsed<T>(body: Result<Json<T>, JsonRejection>) -> Result<T, Refusal> {
+    match body {
+        Ok(Json(request)) => Ok(request),
+        Err(rejection) => Err(Refusal::bad_request(format!("the request's body is wrong: {}", rejection.body_text()))),
+    }
+}
+
+/// Runs what blocks on the pool of workers.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, Refusal> + Send + 'static) -> Reply<T> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(done) => done.map(Json),
+        Err(error) => Err(Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, anyhow::Error::new(error).context("the daemon failed at this request (a bug; see its log)"))),
+    }
+}

@@ -1,0 +1,113 @@
+//! The daemon's unix socket: who may connect, and names that are too long for the kernel.
+
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::{Mode, OFlags};
+use tokio::net::{UnixListener, UnixStream, unix::SocketAddr};
+
+use crate::api;
+
+/// Socket names are at most 107 bytes and a final zero (`sockaddr_un`).
+const MAX_NAME: usize = 107;
+
+/// A name for the socket that the kernel takes, whatever the length of the root's path.
+#[derive(Debug)]
+pub(crate) struct Address {
+    path: PathBuf,
+    /// Keeps the short name valid.
+    _directory: Option<OwnedFd>,
+}
+
+impl Address {
+    /// The socket of the node at `root`.
+    ///
+    /// # Errors
+    /// When the path is long and `root` cannot be opened.
+    pub(crate) fn of(root: &Path) -> io::Result<Self> {
+        let path = api::socket_path(root);
+        if path.as_os_str().len() <= MAX_NAME {
+            return Ok(Self { path, _directory: None });
+        }
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = rustix::fs::open(root, flags, Mode::empty())?;
+        let short = PathBuf::from(format!("/proc/self/fd/{}", directory.as_raw_fd()));
+        Ok(Self { path: api::socket_path(&short), _directory: Some(directory) })
+    }
+
+    /// The name to bind or connect to, valid while `self` lives.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// Accepts connections of root and of the daemon's own user, drops all others.
+#[derive(Debug)]
+pub(crate) struct OwnerOnly {
+    inner: UnixListener,
+    owner: u32,
+}
+
+impl OwnerOnly {
+    /// Binds the socket of the node at `root`, mode 0600. The caller holds the node's lock: a
+    /// socket that is there already belongs to a dead daemon and is replaced.
+    ///
+    /// # Errors
+    /// What the kernel says; the name is added by the caller.
+    pub(crate) fn bind(root: &Path) -> io::Result<Self> {
+        let address = Address::of(root)?;
+        match fs_err::remove_file(address.path()) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+        let inner = UnixListener::bind(address.path())?;
+        fs_err::set_permissions(address.path(), std::fs::Permissions::from_mode(0o600))?;
+        Ok(Self { inner, owner: rustix::process::geteuid().as_raw() })
+    }
+
+    fn may_connect(&self, stream: &UnixStream) -> bool {
+        stream.peer_cred().is_ok_and(|peer| peer.uid() == 0 || peer.uid() == self.owner)
+    }
+}
+
+impl axum::serve::Listener for OwnerOnly {
+    type Io = UnixStream;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (UnixStream, SocketAddr) {
+        loop {
+            match self.inner.accept().await {
+                Ok((stream, peer)) if self.may_connect(&stream) => return (stream, peer),
+                Ok(_) => tracing::warn!("dropped a connection of another user"),
+                Err(error) => {
+                    // Out of descriptors, most likely: wait for some to be closed.
+                    tracing::warn!(%error, "cannot accept a connection");
+                    tokio::time::sleep(Duration::from_millis(200)).await;
+                }
+            }
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.inner.local_addr()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_root_still_has_a_socket_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("x".repeat(120));
+        fs_err::create_dir(&root).unwrap();
+        let address = Address::of(&root).unwrap();
+        assert!(address.path().as_os_str().len() <= MAX_NAME);
+        let _listener = std::os::unix::net::UnixListener::bind(address.path()).unwrap();
+        assert!(api::socket_path(&root).exists());
+    }
+}

@@ -1,0 +1,25 @@
+//! Logs: to stderr, for commands only what `-v` asks for, for the daemon from `info` up.
+
+use tracing_subscriber::EnvFilter;
+
+/// Variable that overrides the level, in the syntax of `tracing_subscriber::EnvFilter`.
+const VARIABLE: &str = "LAYERPACK_LOG";
+
+/// Starts logging for a command (`daemon` false) or the daemon.
+pub(crate) fn start(verbose: u8, daemon: bool) {
+    let level = match (verbose, daemon) {
+        (0, false) => "warn",
+        (0, true) => "info",
+        (1, false) => "info",
+        (1, true) | (2, _) => "debug",
+        _ => "trace",
+    };
+    // Our own crates only: at `trace` the HTTP stack would drown them.
+    let default = format!("warn,layerpack={level},layerpack_store={level},layerpack_packer={level},layerpack_layerfs={level},layerpack_runtime={level},layerpack_sys={level}");
+    let filter = EnvFilter::try_from_env(VARIABLE).unwrap_or_else(|_| EnvFilter::new(default));
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let started = if daemon { builder.with_ansi(false).try_init() } else { builder.without_time().with_ansi(false).try_init() };
+    if started.is_err() {
+        tracing::debug!("logging was already started");
+    }
+}

@@ -1,0 +1,98 @@
+//! What `build` and `pack-diff` print about the layer they published.
+
+use std::io;
+
+use layerpack_packer::EntryCounts;
+use layerpack_store::PublishOutcome;
+use serde::Serialize;
+
+use crate::context::Context;
+use crate::output::{note, print};
+use crate::units::human_bytes;
+
+/// A published layer in `-o json`.
+#[derive(Debug, Serialize)]
+pub(crate) struct Published {
+    reference: String,
+    /// Digest of the manifest.
+    digest: String,
+    /// Identity of the contents, whatever their name.
+    layer_id: String,
+    /// False when the store had exactly this layer already.
+    created: bool,
+    counts: EntryCounts,
+    /// Bytes of the metadata image, uncompressed.
+    meta_bytes: u64,
+    store: Written,
+    cpu_seconds: f64,
+    warnings: Vec<String>,
+}
+
+/// What went into the store.
+#[derive(Debug, Serialize)]
+struct Written {
+    /// Bytes of file contents that were read and chunked.
+    raw_bytes: u64,
+    /// Bytes that were written, compressed.
+    new_bytes: u64,
+    new_chunks: u64,
+    reused_chunks: u64,
+}
+
+impl Published {
+    /// Gathers the parts of a report.
+    pub(crate) fn new(
+        published: &layerpack_store::Published,
+        counts: EntryCounts,
+        meta_bytes: u64,
+        warnings: Vec<String>,
+        cpu_seconds: f64,
+    ) -> Self {
+        let stats = &published.stats;
+        Self {
+            reference: published.reference.to_string(),
+            digest: published.digest.to_string(),
+            layer_id: published.layer_id.to_string(),
+            created: published.outcome == PublishOutcome::Created,
+            counts,
+            meta_bytes,
+            store: Written {
+                raw_bytes: stats.raw_bytes,
+                new_bytes: stats.new_bytes,
+                new_chunks: stats.new_chunks,
+                reused_chunks: stats.reused_chunks,
+            },
+            cpu_seconds,
+            warnings,
+        }
+    }
+
+    /// Prints reference and digest to stdout, the figures to stderr.
+    pub(crate) fn print(&self, context: &Context) -> io::Result<()> {
+        if !context.quiet && context.format == crate::output::Format::Text {
+            let counts = &self.counts;
+            note(&format!(
+                "{} files, {} directories, {}; {} new in the store{}",
+                counts.files,
+                counts.directories,
+                human_bytes(counts.bytes),
+                human_bytes(self.store.new_bytes),
+                if self.created { "" } else { ", already published" },
+            ));
+        }
+        print(context.format, self, |out| writeln!(out, "{} {}", self.reference, self.digest))
+    }
+}
+
+/// The platform asked for, or this machine's, in the words of OCI.
+pub(crate) fn platform(asked: Option<String>) -> String {
+    asked.unwrap_or_else(|| {
+        let arch = match std::env::consts::ARCH {
+            "x86_64" => "amd64",
+            "aarch64" => "arm64",
+            "x86" => "386",
+            other => other,
+        };
+        format!("{}/{arch}", std::env::consts::OS)
+    })
+}

@@ -1,0 +1,133 @@
+//! Quantities as people write and read them.
+
+use std::str::FromStr;
+
+/// A number of bytes from the command line: `1048576`, `512m`, `2g`, `1.5GiB`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Bytes(pub(crate) u64);
+
+impl FromStr for Bytes {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("{text:?} is not a size: write a number and k, m, g or t, such as 512m");
+        let lower = text.to_ascii_lowercase();
+        let digits = lower.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+        let unit = lower.get(digits.len()..).unwrap_or_default();
+        let shift = match unit {
+            "" | "b" => 0,
+            "k" | "kb" | "kib" => 10,
+            "m" | "mb" | "mib" => 20,
+            "g" | "gb" | "gib" => 30,
+            "t" | "tb" | "tib" => 40,
+            _ => return Err(wrong()),
+        };
+        let (whole, thousandths) = decimal(digits).ok_or_else(wrong)?;
+        let unit = 1u64 << shift;
+        let bytes = whole
+            .checked_mul(unit)
+            .and_then(|b| b.checked_add(u64::from(thousandths) * unit / 1000))
+            .ok_or_else(wrong)?;
+        if bytes == 0 { Err(wrong()) } else { Ok(Self(bytes)) }
+    }
+}
+
+/// A share of processors from the command line, in thousandths of one: `2`, `0.5`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Cpus {
+    /// Thousandths of a processor, at least 10.
+    pub(crate) milli: u64,
+}
+
+impl FromStr for Cpus {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("{text:?} is not a number of processors: write one such as 2 or 0.5, at least 0.01");
+        let (whole, thousandths) = decimal(text).ok_or_else(wrong)?;
+        match whole.checked_mul(1000).and_then(|m| m.checked_add(u64::from(thousandths))) {
+            Some(milli) if milli >= 10 => Ok(Self { milli }),
+            _ => Err(wrong()),
+        }
+    }
+}
+
+impl Cpus {
+    /// The number of processors.
+    pub(crate) fn as_f64(self) -> f64 {
+        f64::from(u32::try_from(self.milli).unwrap_or(u32::MAX)) / 1000.0
+    }
+}
+
+/// Splits a plain decimal into its whole part and thousandths; more digits are cut off.
+fn decimal(text: &str) -> Option<(u64, u16)> {
+    let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));
+    let digits = |s: &str| s.bytes().all(|b| b.is_ascii_digit());
+    if whole.is_empty() || !digits(whole) || !digits(fraction) || text.ends_with('.') {
+        return None;
+    }
+    let thousandths: String = fraction.chars().chain("000".chars()).take(3).collect();
+    Some((whole.parse().ok()?, thousandths.parse().ok()?))
+}
+
+/// A byte count for people: `17 B`, `4.0 KiB`, `1.3 GiB`.
+pub(crate) fn human_bytes(bytes: u64) -> String {
+    const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
+    if bytes < 1024 {
+        return format!("{bytes} B");
+    }
+    let mut tenths = u128::from(bytes) * 10 / 1024;
+    let mut unit = "KiB";
+    for next in UNITS.into_iter().skip(1) {
+        if tenths < 10_240 {
+            break;
+        }
+        tenths /= 1024;
+        unit = next;
+    }
+    format!("{}.{} {unit}", tenths / 10, tenths % 10)
+}
+
+/// A number of seconds for people: `12s`, `5m`, `3h`, `9d`.
+pub(crate) fn human_age(seconds: u64) -> String {
+    match seconds {
+        0..=119 => format!("{seconds}s"),
+        120..=7199 => format!("{}m", seconds / 60),
+        7200..=172_799 => format!("{}h", seconds / 3600),
+        _ => format!("{}d", seconds / 86_400),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_as_docker_reads_them() {
+        for (text, bytes) in
+            [("1", 1), ("1b", 1), ("4k", 4096), ("512m", 512 << 20), ("2G", 2 << 30), ("1.5GiB", 3 << 29)]
+        {
+            assert_eq!(text.parse(), Ok(Bytes(bytes)), "{text}");
+        }
+        for text in ["", "m", "-1", "1x", "1.m", "0", "99999999999t", "1e3", "0x10"] {
+            assert!(text.parse::<Bytes>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn processors_are_thousandths() {
+        assert_eq!("2".parse(), Ok(Cpus { milli: 2000 }));
+        assert_eq!("0.25".parse(), Ok(Cpus { milli: 250 }));
+        for text in ["0", "0.001", "-1", "one", "1.", ".5"] {
+            assert!(text.parse::<Cpus>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn byte_counts_are_short() {
+        assert_eq!(human_bytes(1023), "1023 B");
+        assert_eq!(human_bytes(4096), "4.0 KiB");
+        assert_eq!(human_bytes(1 << 30), "1.0 GiB");
+        assert_eq!(human_bytes(u64::MAX), "16777216.0 TiB");
+    }
+}

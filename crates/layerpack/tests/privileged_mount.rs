@@ -1,0 +1,329 @@
+//! Mounting on a real kernel: trees come back as they were, the daemon may die, nothing stays.
+
+#![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "tests")]
+
+mod support;
+
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use layerpack_fixtures::treecmp::{self, Options};
+use layerpack_fixtures::{MountGuard, is_root, skip};
+use support::{Node, mounts, processes};
+
+/// Incompressible bytes that differ at every offset, so that a hole read as zeros, or the wrong
+/// block, cannot pass for them.
+fn noise(bytes: usize, seed: u64) -> Vec<u8> {
+    layerpack_fixtures::rng::Rng::new(seed).bytes(bytes)
+}
+
+fn mount_point(node: &Node, name: &str) -> PathBuf {
+    node.scratch.mkdir(name).unwrap()
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+#[test]
+fn privileged_a_mount_equals_its_source() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = Node::new("equal");
+    let source = node.scratch.mkdir("source").unwrap();
+    support::rootfs::make(&source);
+    fs_err::write(source.join("var/data/big"), noise(3 << 20, 1)).unwrap();
+    fs_err::hard_link(source.join("etc/passwd"), source.join("etc/passwd-link")).unwrap();
+    node.build("base/tree:1", &source, &[]);
+    let point = mount_point(&node, "mnt");
+    node.ok(["mount", "base/tree:1", text(&point)]);
+    let guard = MountGuard::new(&point);
+    let before = treecmp::snapshot(&source, &Options::default()).unwrap();
+    let after = treecmp::snapshot(&point, &Options::default()).unwrap();
+    treecmp::assert_same(&before, &after);
+    assert!(fs_err::write(point.join("new"), "x").is_err(), "read-only unless asked otherwise");
+
+    let status = node.json(["daemon", "status"]);
+    assert_eq!(status["node"]["layers"].as_array().unwrap().len(), 1, "{status}");
+    node.ok(["umount", text(&point)]);
+    drop(guard);
+    assert!(fs_err::read_dir(&point).unwrap().next().is_none());
+    node.ok(["daemon", "stop"]);
+    assert_eq!(mounts(&node), Vec::<PathBuf>::new());
+    assert_eq!(processes(&node), Vec::<String>::new());
+}
+
+#[test]
+fn privileged_implicit_directories_keep_what_lies_below() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = Node::new("implicit");
+    let base = node.scratch.mkdir("base").unwrap();
+    for (dir, mode) in [("tmp", 0o1777), ("root", 0o700), ("opt", 0o711)] {
+        fs_err::create_dir(base.join(dir)).unwrap();
+        fs_err::set_permissions(base.join(dir), std::fs::Permissions::from_mode(mode)).unwrap();
+    }
+    std::os::unix::fs::chown(base.join("opt"), Some(12), Some(34)).unwrap();
+    let tool = node.scratch.mkdir("tool/bin").unwrap();
+    fs_err::write(tool.join("run"), "#!/bin/sh\n").unwrap();
+    node.build("base/b:1", &base, &[]);
+    node.build("toolkit/t:1", &node.scratch.join("tool"), &["--at", "/opt/tool"]);
+    let work = node.scratch.mkdir("work").unwrap();
+    fs_err::write(work.join("note"), "in root's home").unwrap();
+    node.build("workspace/w:1", &work, &["--at", "root"]);
+    let point = mount_point(&node, "mnt");
+    node.ok(["mount", "base/b:1", "workspace/w:1", "toolkit/t:1", text(&point)]);
+    let _guard = MountGuard::new(&point);
+    let of = |path: &str| {
+        let metadata = fs_err::metadata(point.join(path)).unwrap();
+        (metadata.mode() & 0o7777, metadata.uid(), metadata.gid())
+    };
+    assert_eq!(of("tmp"), (0o1777, 0, 0));
+    assert_eq!(of("root"), (0o700, 0, 0));
+    assert_eq!(of("opt"), (0o711, 12, 34));
+    assert_eq!(fs_err::read_to_string(point.join("root/note")).unwrap(), "in root's home");
+    assert_eq!(fs_err::read_to_string(point.join("opt/tool/bin/run")).unwrap(), "#!/bin/sh\n");
+    // The same directories in the base itself.
+    let own = |path: &str| fs_err::metadata(base.join(path)).unwrap().mtime();
+    for path in ["tmp", "root", "opt"] {
+        assert_eq!(fs_err::metadata(point.join(path)).unwrap().mtime(), own(path), "{path}");
+    }
+    node.ok(["umount", text(&point)]);
+}
+
+#[test]
+fn privileged_a_writable_mount_forgets() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = Node::new("writable");
+    let source = node.scratch.mkdir("source").unwrap();
+    fs_err::write(source.join("file"), "as built").unwrap();
+    node.build("base/w:1", &source, &[]);
+    let point = mount_point(&node, "mnt");
+    for _ in 0..2 {
+        node.ok(["mount", "--rw", "base/w:1", text(&point)]);
+        let guard = MountGuard::new(&point);
+        assert_eq!(fs_err::read_to_string(point.join("file")).unwrap(), "as built");
+        fs_err::write(point.join("file"), "changed").unwrap();
+        fs_err::write(point.join("new"), "new").unwrap();
+        assert_eq!(fs_err::read_to_string(point.join("file")).unwrap(), "changed");
+        node.ok(["umount", text(&point)]);
+        drop(guard);
+    }
+    assert!(fs_err::read_dir(node.root().join("mounts")).unwrap().next().is_none(), "uppers are deleted");
+}
+
+#[test]
+fn privileged_only_what_is_read_is_fetched() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = Node::new("lazy");
+    let source = node.scratch.mkdir("source").unwrap();
+    for i in 0..32u64 {
+        fs_err::write(source.join(format!("file-{i}")), noise(1 << 20, i)).unwrap();
+    }
+    node.build("base/lazy:1", &source, &[]);
+    let point = mount_point(&node, "mnt");
+    node.ok(["mount", "base/lazy:1", text(&point)]);
+    let _guard = MountGuard::new(&point);
+    let fetched = || node.json(["daemon", "status"])["node"]["totals"]["fetched_bytes"].as_u64().unwrap();
+    // Names and sizes are metadata, which is here already.
+    for entry in fs_err::read_dir(&point).unwrap() {
+        assert_eq!(entry.unwrap().metadata().unwrap().len(), 1 << 20);
+    }
+    let idle = fetched();
+    assert!(idle < 1 << 20, "{idle} bytes were fetched for a listing");
+    assert_eq!(fs_err::read(point.join("file-7")).unwrap(), noise(1 << 20, 7));
+    let one = fetched();
+    assert!(one >= 1 << 20, "what was read was fetched: {one}");
+    assert!(one < 8 << 20, "{one} bytes of a 32 MiB layer were fetched for a file of 1 MiB");
+    assert_eq!(fs_err::read(point.join("file-7")).unwrap(), noise(1 << 20, 7));
+    assert_eq!(fetched(), one, "the second read comes from the cache");
+    node.ok(["umount", text(&point)]);
+}
+
+#[test]
+fn privileged_a_killed_daemon_gives_errors_never_zeros() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = Node::new("killed");
+    let source = node.scratch.mkdir("source").unwrap();
+    let contents: Vec<Vec<u8>> = (0..48u64).map(|i| noise(1 << 20, 100 + i)).collect();
+    for (i, bytes) in contents.iter().enumerate() {
+        fs_err::write(source.join(format!("file-{i:02}")), bytes).unwrap();
+    }
+    node.build("base/killed:1", &source, &[]);
+    let point = mount_point(&node, "mnt");
+    node.ok(["mount", "base/killed:1", text(&point)]);
+    let guard = MountGuard::new(&point);
+    assert_eq!(fs_err::read(point.join("file-00")).unwrap(), contents[0]);
+    let pid = node.daemon_pid().unwrap();
+
+    // Readers go through all files while the daemon dies under them.
+    let (errors, good) = std::thread::scope(|scope| {
+        let readers: Vec<_> = (0..2usize)
+            .map(|reader| {
+                let (point, contents) = (&point, &contents);
+                scope.spawn(move || {
+                    let (mut errors, mut good) = (0, 0);
+                    for i in (0..contents.len()).skip(reader).step_by(2) {
+                        match fs_err::read(point.join(format!("file-{i:02}"))) {
+                            Ok(bytes) => {
+                                assert!(bytes == contents[i], "file-{i:02}: wrong bytes");
+                                good += 1;
+                            }
+                            Err(_) => errors += 1,
+                        }
+                    }
+                    (errors, good)
+                })
+            })
+            .collect();
+        kill(pid, "KILL");
+        readers.into_iter().map(|r| r.join().unwrap()).fold((0, 0), |a, b| (a.0 + b.0, a.1 + b.1))
+    });
+    assert_eq!(errors + good, contents.len());
+    assert!(wait_until(|| !Path::new(&format!("/proc/{pid}/root")).exists() || is_zombie(pid)));
+    // Whatever the timing was above: what was never read cannot be read now.
+    let unread: Vec<_> = (0..contents.len())
+        .filter(|i| match fs_err::read(point.join(format!("file-{i:02}"))) {
+            Ok(bytes) => {
+                assert!(bytes == contents[*i], "file-{i:02}: wrong bytes");
+                false
+            }
+            Err(_) => true,
+        })
+        .collect();
+    assert!(!unread.is_empty() || errors == 0);
+
+    // Without the daemon: unmount works and leaves no record.
+    node.ok(["umount", text(&point)]);
+    drop(guard);
+    assert!(!mounts(&node).contains(&point));
+    assert!(fs_err::read_dir(node.root().join("mounts")).unwrap().next().is_none());
+
+    // The next one cleans up after the dead one and serves again.
+    node.ok(["mount", "base/killed:1", text(&point)]);
+    let guard = MountGuard::new(&point);
+    for (i, bytes) in contents.iter().enumerate() {
+        assert!(&fs_err::read(point.join(format!("file-{i:02}"))).unwrap() == bytes, "file-{i:02}");
+    }
+    node.ok(["umount", text(&point)]);
+    drop(guard);
+    node.ok(["daemon", "stop"]);
+    assert_eq!(mounts(&node), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn privileged_a_file_that_cannot_be_read_fails_a_build() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    // Root may read anything but what the kernel itself cannot give: data of a layer whose daemon
+    // is dead.
+    let node = Node::new("unreadable");
+    let source = node.scratch.mkdir("source").unwrap();
+    fs_err::write(source.join("readable"), "x").unwrap();
+    fs_err::write(source.join("unreadable"), noise(4 << 20, 3)).unwrap();
+    node.build("base/victim:1", &source, &[]);
+    let point = mount_point(&node, "mnt");
+    node.ok(["mount", "base/victim:1", text(&point)]);
+    let _guard = MountGuard::new(&point);
+    let pid = node.daemon_pid().unwrap();
+    kill(pid, "KILL");
+    assert!(wait_until(|| !Path::new(&format!("/proc/{pid}/root")).exists() || is_zombie(pid)));
+    let from = format!("dir:{}", point.display());
+    let error = node.fails(1, ["-q", "build", "--kind", "base", "--name", "copy", "--version", "1", "--from", &from]);
+    assert!(error.contains("readable"), "{error}");
+    assert_eq!(node.json(["ls"]).as_array().unwrap().len(), 1, "nothing was published");
+    node.ok(["umount", text(&point)]);
+}
+
+#[test]
+fn privileged_a_daemon_in_use_does_not_stop() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = Node::new("busy");
+    let source = node.scratch.mkdir("source").unwrap();
+    fs_err::write(source.join("file"), "x").unwrap();
+    node.build("base/b:1", &source, &[]);
+    let point = mount_point(&node, "mnt");
+    node.ok(["mount", "base/b:1", text(&point)]);
+    let _guard = MountGuard::new(&point);
+    let error = node.fails(1, ["daemon", "stop"]);
+    assert!(error.contains("in use"), "{error}");
+    assert_eq!(fs_err::read_to_string(point.join("file")).unwrap(), "x");
+    // Mounting over it again is refused, and harms nothing.
+    let error = node.fails(1, ["mount", "base/b:1", text(&point)]);
+    assert!(error.contains("already"), "{error}");
+    assert_eq!(fs_err::read_to_string(point.join("file")).unwrap(), "x");
+    node.ok(["umount", text(&point)]);
+    node.ok(["daemon", "stop"]);
+    assert_eq!(node.ok(["daemon", "stop"]), format!("no daemon runs for {}\n", node.root().display()));
+    let error = node.fails(1, ["umount", text(&point)]);
+    assert!(error.contains("nothing is mounted"), "{error}");
+}
+
+#[test]
+fn privileged_many_commands_start_one_daemon() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = Node::new("start");
+    let source = node.scratch.mkdir("source").unwrap();
+    fs_err::write(source.join("file"), "x").unwrap();
+    node.build("base/b:1", &source, &[]);
+    let points: Vec<PathBuf> = (0..6).map(|i| mount_point(&node, &format!("mnt{i}"))).collect();
+    let _guards: Vec<MountGuard> = points.iter().map(MountGuard::new).collect();
+    let children: Vec<_> = points
+        .iter()
+        .map(|point| {
+            node.command()
+                .args(["mount", "base/b:1", text(point)])
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped())
+                .spawn()
+                .unwrap()
+        })
+        .collect();
+    for child in children {
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", support::describe(&output));
+    }
+    let daemons: Vec<String> = processes(&node).into_iter().filter(|line| line.contains("daemon")).collect();
+    assert_eq!(daemons.len(), 1, "{daemons:?}");
+    for point in &points {
+        assert_eq!(fs_err::read_to_string(point.join("file")).unwrap(), "x");
+        node.ok(["umount", text(point)]);
+    }
+    node.ok(["daemon", "stop"]);
+}
+
+fn kill(pid: i32, signal: &str) {
+    let status = Command::new("kill").args([&format!("-{signal}"), &pid.to_string()]).status().unwrap();
+    assert!(status.success());
+}
+
+fn is_zombie(pid: i32) -> bool {
+    fs_err::read_to_string(format!("/proc/{pid}/stat"))
+        .is_ok_and(|stat| stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('Z')))
+}
+
+fn wait_until(done: impl Fn() -> bool) -> bool {
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(20) {
+        if done() {
+            return true;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    false
+}

@@ -1,0 +1,173 @@
+//! What the integration tests share: a node of their own that leaves nothing behind.
+
+#![allow(dead_code, reason = "each test file uses a part of it")]
+
+pub mod rootfs;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use layerpack_fixtures::ScratchDir;
+use layerpack_fixtures::guards::mounts_below;
+use serde_json::Value;
+
+/// A node root and a store in a scratch directory. On drop its sandboxes end, its daemon stops,
+/// and what is still mounted is taken down.
+#[derive(Debug)]
+pub struct Node {
+    pub scratch: ScratchDir,
+}
+
+impl Node {
+    pub fn new(label: &str) -> Self {
+        Self { scratch: ScratchDir::new(label).unwrap() }
+    }
+
+    pub fn root(&self) -> PathBuf {
+        self.scratch.join("node")
+    }
+
+    pub fn store(&self) -> PathBuf {
+        self.scratch.join("store")
+    }
+
+    /// The binary with this node's surroundings and none of the caller's.
+    pub fn command(&self) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_layerpack"));
+        command
+            .env("LAYERPACK_ROOT", self.root())
+            .env("LAYERPACK_STORE", self.store())
+            .env_remove("LAYERPACK_LOG")
+            .env_remove("SOURCE_DATE_EPOCH")
+            .env_remove("NOTIFY_SOCKET")
+            .stdin(Stdio::null());
+        command
+    }
+
+    /// Runs a command line to its end.
+    #[track_caller]
+    pub fn run<I, S>(&self, arguments: I) -> Output
+    where
+        I: IntoIterator<Item = S>,
+        S: AsRef<std::ffi::OsStr>,
+    {
+        self.command().args(arguments).output().unwrap()
+    }
+
+    /// Runs a command line that must succeed; gives its stdout.
+    #[track_caller]
+    pub fn ok<I, S>(&self, arguments: I) -> String
+    where
+        I: IntoIterator<Item = S>,
+        S: AsRef<std::ffi::OsStr>,
+    {
+        let output = self.run(arguments);
+        assert!(output.status.success(), "{}", describe(&output));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// The same with `-o json`, parsed.
+    #[track_caller]
+    pub fn json<const N: usize>(&self, arguments: [&str; N]) -> Value {
+        let text = self.ok(["-o", "json"].into_iter().chain(arguments));
+        serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}"))
+    }
+
+    /// Runs a command line that must fail with `code` and exactly one `error:` line; gives it.
+    #[track_caller]
+    pub fn fails<I, S>(&self, code: i32, arguments: I) -> String
+    where
+        I: IntoIterator<Item = S>,
+        S: AsRef<std::ffi::OsStr>,
+    {
+        one_error(code, &self.run(arguments))
+    }
+
+    /// Builds a layer from a directory; gives its digest.
+    #[track_caller]
+    pub fn build(&self, reference: &str, source: &Path, extra: &[&str]) -> String {
+        let (kind, rest) = reference.split_once('/').unwrap();
+        let (name, version) = rest.split_once(':').unwrap();
+        let from = format!("dir:{}", source.display());
+        let mut arguments = vec!["-q", "build", "--kind", kind, "--name", name, "--version", version, "--from", &from];
+        arguments.extend(extra);
+        let line = self.ok(arguments);
+        let (printed, digest) = line.trim_end().split_once(' ').unwrap();
+        assert_eq!(printed, reference);
+        assert!(digest.starts_with("b3:") && digest.len() == 67, "{digest}");
+        digest.to_owned()
+    }
+
+    /// Process id of the node's daemon, if one runs.
+    pub fn daemon_pid(&self) -> Option<i32> {
+        let output = self.run(["-o", "json", "daemon", "status"]);
+        let status: Value = serde_json::from_slice(&output.stdout).ok()?;
+        i32::try_from(status.pointer("/daemon/pid")?.as_i64()?).ok()
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        if !layerpack_fixtures::is_root() || !self.root().exists() {
+            return;
+        }
+        if let Ok(list) = serde_json::from_slice::<Value>(&self.run(["-o", "json", "sandbox", "ls"]).stdout) {
+            for sandbox in list.as_array().into_iter().flatten() {
+                if let Some(id) = sandbox.get("id").and_then(Value::as_str) {
+                    self.run(["sandbox", "rm", "--force", id]);
+                }
+            }
+        }
+        self.run(["daemon", "stop", "--force"]);
+    }
+}
+
+/// Mount points that exist below a node's scratch directory.
+pub fn mounts(node: &Node) -> Vec<PathBuf> {
+    mounts_below(node.scratch.path())
+}
+
+/// Processes whose command line or environment names the node's root.
+pub fn processes(node: &Node) -> Vec<String> {
+    let needle = node.root();
+    let needle = needle.as_os_str().as_encoded_bytes();
+    let own = std::process::id().to_string();
+    let mut found = Vec::new();
+    for entry in fs_err::read_dir("/proc").unwrap().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if !name.bytes().all(|b| b.is_ascii_digit()) || name == own {
+            continue;
+        }
+        for file in ["cmdline", "environ"] {
+            let bytes = fs_err::read(entry.path().join(file)).unwrap_or_default();
+            if bytes.windows(needle.len()).any(|w| w == needle) {
+                let line = fs_err::read(entry.path().join("cmdline")).unwrap_or_default();
+                found.push(format!("{name} {}", String::from_utf8_lossy(&line).replace('\0', " ")));
+                break;
+            }
+        }
+    }
+    found
+}
+
+/// Asserts that a command failed as all must: this code, nothing on stdout, one `error:` line.
+#[track_caller]
+pub fn one_error(code: i32, output: &Output) -> String {
+    assert_eq!(output.status.code(), Some(code), "{}", describe(output));
+    assert!(output.stdout.is_empty(), "{}", describe(output));
+    let text = String::from_utf8(output.stderr.clone()).unwrap();
+    let errors: Vec<&str> = text.lines().filter(|line| line.starts_with("error: ")).collect();
+    assert_eq!(errors.len(), 1, "{text}");
+    assert_eq!(text.lines().last(), errors.first().copied(), "the error comes last: {text}");
+    errors.concat()
+}
+
+/// A finished command for a panic message.
+pub fn describe(output: &Output) -> String {
+    format!(
+        "{}\nstdout: {}\nstderr: {}",
+        output.status,
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    )
+}
