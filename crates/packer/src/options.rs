@@ -51,7 +51,8 @@ pub struct Limits {
     pub max_path: u64,
     /// Most components in a path.
     pub max_depth: u64,
-    /// Largest value of one extended attribute in bytes. The kernel's own limit is 65,536.
+    /// Largest value of one extended attribute in bytes. Images hold up to 65,535, one less than
+    /// the kernel allows.
     pub max_xattr_value: u64,
     /// Most bytes of one archive header's extensions (PAX records, long names, sparse maps).
     pub max_header: u64,
@@ -64,7 +65,7 @@ impl Default for Limits {
             max_bytes: 1 << 42,
             max_path: 256 << 10,
             max_depth: 32_768,
-            max_xattr_value: 65_536,
+            max_xattr_value: 65_535,
             max_header: 16 << 20,
         }
     }
