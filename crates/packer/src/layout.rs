@@ -13,7 +13,7 @@ use layerpack_erofs::{
 use layerpack_store::chunker::Params;
 use layerpack_store::{Counts, Digest, Draft, Extent, LayerMap, MapBuilder, Reference, StoreError};
 
-use crate::content::{Content, HOLE};
+use crate::content::Content;
 use crate::error::{PackError, Result};
 use crate::model::Layer;
 use crate::options::EntryCounts;
@@ -72,7 +72,6 @@ pub(crate) fn finish(mut layer: Layer, reference: Reference) -> Result<Finished>
     };
     draft.parameters = BTreeMap::from([
         ("pack-rules".to_owned(), RULES.to_owned()),
-        ("hole".to_owned(), HOLE.to_string()),
         ("chunker".to_owned(), Params::default().to_string()),
     ]);
     Ok(Finished {

@@ -67,6 +67,10 @@ fn types_and_device_numbers() {
     tar.entry(&Header::new(0, "v7"), b"old");
     tar.entry(&Header::new(0, "v7dir/"), b"");
     tar.entry(&Header::new(b'7', "contiguous"), b"data");
+    // GNU's directory with a listing for incremental restores, and a volume's label.
+    tar.entry(&Header::new(b'D', "dump/"), b"Yname\0\0");
+    tar.entry(&Header::new(b'V', "label"), b"");
+    tar.file("after", "found");
     let tree = base(tar.finish()).tree();
     assert_eq!(
         (tree.get("char").kind, tree.get("char").rdev),
@@ -81,6 +85,9 @@ fn types_and_device_numbers() {
     assert_eq!(tree.get("v7").content(), b"old");
     assert_eq!(tree.get("v7dir").kind, FileType::Directory);
     assert_eq!(tree.get("contiguous").content(), b"data");
+    assert_eq!(tree.get("dump").kind, FileType::Directory);
+    assert!(!tree.has("label"));
+    assert_eq!(tree.get("after").content(), b"found");
 }
 
 #[test]

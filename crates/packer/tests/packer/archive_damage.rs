@@ -142,6 +142,22 @@ fn damaged_checksums_and_contents_are_errors() {
 }
 
 #[test]
+fn the_window_of_a_frame_is_bounded() {
+    let frame = |window: u32| {
+        let mut encoder = zstd::stream::Encoder::new(Vec::new(), 1).unwrap();
+        encoder.window_log(window).unwrap();
+        encoder.write_all(&sample()).unwrap();
+        encoder.finish().unwrap()
+    };
+    base(frame(27));
+    let message = refused(frame(28));
+    assert!(
+        message.contains("memory") || message.contains("window"),
+        "{message}"
+    );
+}
+
+#[test]
 fn other_formats_are_named() {
     for (bytes, part) in [
         (&b"\xfd7zXZ\0rest"[..], "xz"),

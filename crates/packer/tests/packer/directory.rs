@@ -121,6 +121,13 @@ fn unreadable_things_are_named() {
             let nobody = rustix::process::Uid::from_raw(65_534);
             rustix::thread::set_thread_res_uid(nobody, nobody, nobody).unwrap();
         }
+        // What is left out is not even opened.
+        for (_, tree) in &cases {
+            let mut with = options("base/t:1", Source::Dir(tree.clone()));
+            with.excludes = vec!["*-closed".to_owned()];
+            let tree = try_pack(&memory_store(), &with).unwrap().tree();
+            assert_eq!(tree.paths(), [""]);
+        }
         let results = cases
             .iter()
             .map(|(name, tree)| (*name, try_dir("base/t:1", tree).err().unwrap()));
