@@ -15,6 +15,7 @@ use crate::error::{PackError, Result};
 /// Shortest run of zeros that is a hole, in bytes.
 pub(crate) const HOLE: u64 = 64 << 10;
 const BLOCK: usize = 4096;
+/// Files are looked at in pieces of this size, smaller ones whole.
 const BUFFER: usize = 256 << 10;
 static ZEROS: [u8; BLOCK] = [0; BLOCK];
 
@@ -95,7 +96,7 @@ pub(crate) fn store(
     source: &mut dyn Bytes,
     size_hint: u64,
 ) -> Result<Content> {
-    let mut segments = Segments::new(source);
+    let mut segments = Segments::new(source, size_hint);
     let mut pieces = Vec::new();
     while let Some(start) = segments
         .next_segment()
@@ -124,7 +125,13 @@ pub(crate) fn store(
 /// Puts a whole small file into the store.
 pub(crate) fn store_small(writer: &mut LayerWriter, bytes: &[u8]) -> Result<Content> {
     let size = bytes.len() as u64;
-    if size >= HOLE || size == 0 {
+    if size == 0 {
+        return Ok(Content {
+            size,
+            pieces: Box::default(),
+        });
+    }
+    if size >= HOLE {
         return store(writer, &mut &*bytes, size);
     }
     let len = u32::try_from(size).unwrap_or(u32::MAX);
@@ -178,10 +185,13 @@ enum Block {
 }
 
 impl<'a> Segments<'a> {
-    fn new(source: &'a mut dyn Bytes) -> Self {
+    fn new(source: &'a mut dyn Bytes, size_hint: u64) -> Self {
+        let wanted = usize::try_from(size_hint).unwrap_or(usize::MAX);
+        // A block more than the file has, to see its end.
+        let buffer = wanted.min(BUFFER).next_multiple_of(BLOCK) + BLOCK;
         Self {
             source,
-            buffer: vec![0; BUFFER].into_boxed_slice(),
+            buffer: vec![0; buffer].into_boxed_slice(),
             start: 0,
             end: 0,
             hole: 0,
@@ -368,8 +378,10 @@ mod tests {
     }
 
     fn segments(parts: Vec<Part>) -> (Vec<(u64, Vec<u8>)>, u64) {
+        // A hint may be wrong in both directions.
+        let hint = parts.len() as u64 * 9000;
         let mut source = Parts(parts);
-        let mut segments = Segments::new(&mut source);
+        let mut segments = Segments::new(&mut source, hint);
         let mut found = Vec::new();
         while let Some(start) = segments.next_segment().unwrap() {
             let mut data = Vec::new();

@@ -22,12 +22,13 @@ impl Header {
     pub(crate) fn new(bytes: [u8; BLOCK]) -> Result<Self, FieldError> {
         let header = Self { bytes };
         let stored = header.number(148, 8, "checksum")?;
-        let (mut unsigned, mut signed) = (0i128, 0i128);
+        let (mut unsigned, mut signed) = (0u32, 0i32);
         for (at, &byte) in header.bytes.iter().enumerate() {
             let byte = if (148..156).contains(&at) { b' ' } else { byte };
-            unsigned += i128::from(byte);
-            signed += i128::from(byte.cast_signed());
+            unsigned += u32::from(byte);
+            signed += i32::from(byte.cast_signed());
         }
+        let (unsigned, signed) = (i128::from(unsigned), i128::from(signed));
         if stored == unsigned || stored == signed {
             Ok(header)
         } else {
