@@ -217,6 +217,10 @@ impl<'a> Checker<'_, 'a> {
             if self.problems.len() >= MAX_PROBLEMS {
                 break;
             }
+            let is_dot = matches!(entry.name, b"." | b"..");
+            if is_dot && entry.file_type != FileType::Directory {
+                self.report(path, format!("\".\" or \"..\" is a {:?}", entry.file_type));
+            }
             match entry.name {
                 b"." => dots.0 = Some(entry.nid),
                 b".." => dots.1 = Some(entry.nid),

@@ -169,17 +169,13 @@ const _: () = {
     assert!(size_of::<RawXattr>() == 4);
 };
 
-/// Lustre's xattrs have a number, but Linux shows them to nobody: they are read, not written.
-pub(crate) const XATTR_LUSTRE: u8 = 5;
-
 /// Prefixes of xattr names with their numbers. An entry of the ACL numbers has no name of its
-/// own: the prefix is the whole name.
-pub(crate) const XATTR_PREFIXES: [(u8, &[u8]); 6] = [
+/// own: the prefix is the whole name. Number 5, Lustre's, is left out: Linux shows those to nobody.
+pub(crate) const XATTR_PREFIXES: [(u8, &[u8]); 5] = [
     (1, b"user."),
     (2, b"system.posix_acl_access"),
     (3, b"system.posix_acl_default"),
     (4, b"trusted."),
-    (XATTR_LUSTRE, b"lustre."),
     (6, b"security."),
 ];
 

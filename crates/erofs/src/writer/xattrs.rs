@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use zerocopy::IntoBytes;
 use zerocopy::little_endian::{U16, U32};
 
-use crate::format::{RawXattr, RawXattrHeader, XATTR_LUSTRE, XATTR_PREFIXES};
+use crate::format::{RawXattr, RawXattrHeader, XATTR_PREFIXES};
 use crate::tree::{Metadata, NodeId, Tree};
 
 /// Most xattr bytes of one inode, header included: what the 16-bit counter can say.
@@ -26,8 +26,7 @@ impl<'t> Xattr<'t> {
         let found = XATTR_PREFIXES.iter().find_map(|(number, prefix)| {
             let suffix = name.strip_prefix(*prefix)?;
             // A prefix that ends in a dot wants more, one that does not is the whole name.
-            (*number != XATTR_LUSTRE && prefix.ends_with(b".") != suffix.is_empty())
-                .then_some((*number, suffix))
+            (prefix.ends_with(b".") != suffix.is_empty()).then_some((*number, suffix))
         });
         let (prefix, suffix) = found.ok_or_else(|| {
             format!(
