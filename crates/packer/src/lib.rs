@@ -19,6 +19,7 @@ mod filter;
 mod glob;
 mod idmap;
 mod layout;
+mod merge;
 mod model;
 mod options;
 mod pack_diff;
@@ -31,6 +32,7 @@ mod xattrs;
 
 pub use build::build;
 pub use error::{PackError, Result};
+pub use merge::{MergeOptions, merge};
 pub use options::{
     BuildOptions, BuildReport, DEFAULT_XATTRS, EntryCounts, IdMapRange, Limits, OverlayXattrs,
     PackDiffOptions, PackDiffReport, Progress, Silent, Source,

@@ -1,0 +1,216 @@
+//! Collapses consecutive layers into one over the same chunks.
+//!
+//! Only metadata and maps are read. The merged layer's map names the chunks of the layers that it
+//! was made from, and its locator the frames that they lie in, so no content is read, compressed
+//! or written. A merge is laid out like any other layer: merging gives the same layer as building
+//! one from the merged tree.
+
+mod load;
+pub(crate) mod overlay;
+
+use layerpack_store::{Digest, Kind, LayerStore, Manifest, ParentRef, Reference, WriterOptions};
+
+use load::load;
+
+use crate::error::{PackError, Result};
+use crate::layout;
+use crate::model::Layer;
+use crate::options::{BuildReport, Progress};
+use crate::warnings::Warnings;
+
+/// Longest text of a manifest's parameter in bytes.
+const MAX_PARAMETER: usize = 64 << 10;
+
+/// Which layers to merge, into what.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct MergeOptions {
+    /// What the merged layer is published as. A base applies whiteouts and opaque marks; every
+    /// other kind keeps them, for the layers that will lie below.
+    pub reference: Reference,
+    /// The layers to merge, bottom first.
+    pub layers: Vec<Reference>,
+    /// Labels of the manifest.
+    pub labels: std::collections::BTreeMap<String, String>,
+    /// Annotations of the manifest. Those of the merged layers are not taken over.
+    pub annotations: std::collections::BTreeMap<String, String>,
+    /// zstd level of what is written: metadata and map.
+    pub level: i32,
+}
+
+impl MergeOptions {
+    /// Options with everything at its default.
+    #[must_use]
+    pub fn new(reference: Reference, layers: Vec<Reference>) -> Self {
+        Self {
+            reference,
+            layers,
+            labels: std::collections::BTreeMap::new(),
+            annotations: std::collections::BTreeMap::new(),
+            level: 3,
+        }
+    }
+}
+
+/// Merges layers and publishes the result.
+///
+/// # Errors
+/// [`PackError::InvalidOption`] if the layers cannot be merged into that kind; [`PackError::Store`]
+/// if one cannot be read. Nothing is published then.
+pub fn merge(
+    store: &LayerStore,
+    options: &MergeOptions,
+    progress: &dyn Progress,
+) -> Result<BuildReport> {
+    let clock = crate::cpu::Clock::start();
+    progress.phase("read");
+    let mut manifests: Vec<(Digest, Manifest)> = Vec::with_capacity(options.layers.len());
+    for reference in &options.layers {
+        manifests.push(store.load(reference)?);
+    }
+    check(options, &manifests)?;
+    let mut warnings = Warnings::default();
+    let mut layer = stack(
+        store,
+        &manifests,
+        options.reference.kind == Kind::Base,
+        &mut warnings,
+    )?;
+    if options.reference.kind == Kind::Base {
+        overlay::bottom(&mut layer)?;
+    }
+
+    progress.phase("publish");
+    let mut finished = layout::finish(layer, options.reference.clone())?;
+    let draft = &mut finished.draft;
+    draft.platform = platform(&manifests, &mut warnings);
+    draft.parents = parents(&manifests);
+    draft.labels.clone_from(&options.labels);
+    draft.annotations.clone_from(&options.annotations);
+    draft
+        .parameters
+        .insert("merged".to_owned(), merged(&manifests));
+    let writer = store.writer(WriterOptions {
+        level: options.level,
+        jobs: 1,
+        ..WriterOptions::default()
+    })?;
+    let published = writer.finish(finished.draft)?;
+    Ok(BuildReport {
+        published,
+        counts: finished.counts,
+        meta_bytes: finished.meta_bytes,
+        warnings: warnings.into_vec(),
+        cpu_seconds: clock.seconds(),
+    })
+}
+
+/// The layers' merge, whiteouts and marks kept. `bottom`: nothing will lie below it.
+pub(crate) fn stack(
+    store: &LayerStore,
+    manifests: &[(Digest, Manifest)],
+    bottom: bool,
+    warnings: &mut Warnings,
+) -> Result<Layer> {
+    let mut merged: Option<Layer> = None;
+    let mut before: Option<&(Digest, Manifest)> = None;
+    for item in manifests {
+        let (_, manifest) = item;
+        if let (Some((digest, below)), Some(parent)) = (before, manifest.parents.last())
+            && &parent.manifest != digest
+        {
+            warnings.add(format!(
+                "{} was made on top of {}, not of {}",
+                manifest.reference(),
+                name_of(parent),
+                below.reference(),
+            ));
+        }
+        before = Some(item);
+        let layer = load(store, manifest, bottom)?;
+        match &mut merged {
+            None => merged = Some(layer),
+            Some(lower) => overlay::apply(lower, &layer)?,
+        }
+    }
+    merged.ok_or_else(|| invalid("layers", "there is none"))
+}
+
+fn name_of(parent: &ParentRef) -> String {
+    match &parent.reference {
+        Some(reference) => reference.to_string(),
+        None => parent.manifest.to_string(),
+    }
+}
+
+fn check(options: &MergeOptions, manifests: &[(Digest, Manifest)]) -> Result<()> {
+    let Some((_, first)) = manifests.first() else {
+        return Err(invalid(
+            "layers",
+            "there is nothing to merge; name at least one layer",
+        ));
+    };
+    for (_, manifest) in manifests.iter().skip(1) {
+        if manifest.kind == Kind::Base {
+            let why = "a base lies at the bottom; name the layers from the bottom up";
+            return Err(invalid(&manifest.reference().to_string(), why));
+        }
+    }
+    let kind = options.reference.kind;
+    if (kind == Kind::Base) != (first.kind == Kind::Base) {
+        let why = format!(
+            "the bottom layer {} is of kind {}: only a base makes a base, and it makes nothing else",
+            first.reference(),
+            first.kind
+        );
+        return Err(invalid(&format!("kind {kind}"), why));
+    }
+    Ok(())
+}
+
+fn invalid(option: &str, why: impl Into<String>) -> PackError {
+    PackError::InvalidOption {
+        option: option.to_owned(),
+        why: why.into(),
+    }
+}
+
+/// The platform that the layers were made for.
+fn platform(manifests: &[(Digest, Manifest)], warnings: &mut Warnings) -> String {
+    let mut platform = String::new();
+    for (_, manifest) in manifests {
+        if platform.is_empty() {
+            platform.clone_from(&manifest.platform);
+        } else if !manifest.platform.is_empty() && manifest.platform != platform {
+            warnings.add(format!(
+                "{} is made for {}, layers below it for {platform}",
+                manifest.reference(),
+                manifest.platform
+            ));
+        }
+    }
+    platform
+}
+
+/// What the merged layer still lies on: what its lowest layer does.
+fn parents(manifests: &[(Digest, Manifest)]) -> Vec<ParentRef> {
+    manifests
+        .first()
+        .map(|(_, manifest)| manifest.parents.clone())
+        .unwrap_or_default()
+}
+
+/// The manifests that were merged, bottom first; for more than a parameter holds, the digest of
+/// that list.
+fn merged(manifests: &[(Digest, Manifest)]) -> String {
+    let list: Vec<String> = manifests
+        .iter()
+        .map(|(digest, _)| digest.to_string())
+        .collect();
+    let list = list.join(",");
+    if list.len() <= MAX_PARAMETER {
+        list
+    } else {
+        Digest::of(list.as_bytes()).to_string()
+    }
+}
