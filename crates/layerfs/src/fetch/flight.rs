@@ -98,10 +98,4 @@ impl Flights {
         flight.landed.notify_all();
         self.0.lock().remove(&(generation, frame));
     }
-
-    /// Flights under way.
-    #[cfg(test)]
-    pub(super) fn len(&self) -> usize {
-        self.0.lock().len()
-    }
 }
