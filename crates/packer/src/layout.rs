@@ -35,6 +35,7 @@ pub(crate) struct Finished {
 /// Lays out `layer`. Its whiteouts must be settled.
 pub(crate) fn finish(mut layer: Layer, reference: Reference) -> Result<Finished> {
     let (files, counts) = survey(&layer);
+    layer.mark_whiteouts();
     let mut addresses = Addresses::default();
     let (small, large): (Vec<_>, Vec<_>) = files.into_iter().partition(|id| {
         layer

@@ -15,6 +15,7 @@ use crate::path::{Component, components, join};
 use crate::warnings::Warnings;
 
 mod below;
+mod ghosts;
 
 /// What marks an opaque directory in a layer.
 pub(crate) const OPAQUE: &[u8] = b"trusted.overlay.opaque";
@@ -312,8 +313,7 @@ impl Layer {
                 self.make_opaque(id);
             }
         }
-        self.define_below_opaque();
-        Ok(())
+        self.define_below_opaque()
     }
 
     /// Nothing of the layers below shows in a directory, which carries the mark for it.
@@ -326,9 +326,10 @@ impl Layer {
     }
 
     /// Directories within an opaque one cannot inherit anything: they are the layer's own.
-    pub(crate) fn define_below_opaque(&mut self) {
+    pub(crate) fn define_below_opaque(&mut self) -> Result<()> {
+        self.drop_idle_whiteouts()?;
         if self.implicit.is_empty() {
-            return;
+            return Ok(());
         }
         let mut todo = vec![(NodeId::ROOT, false)];
         while let Some((id, hidden)) = todo.pop() {
@@ -338,6 +339,7 @@ impl Layer {
             let hidden = hidden || self.is_opaque(id);
             todo.extend(self.directories(id).map(|child| (child, hidden)));
         }
+        Ok(())
     }
 
     fn directories(&self, id: NodeId) -> impl Iterator<Item = NodeId> {

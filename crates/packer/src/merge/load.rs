@@ -68,7 +68,9 @@ pub(crate) fn load_with(
             })?;
         implicit.insert(id);
     }
-    Ok(Layer::from_parts(tree, contents, implicit, bottom))
+    let mut layer = Layer::from_parts(tree, contents, implicit, bottom);
+    layer.unmark_whiteouts();
+    Ok(layer)
 }
 
 /// A run of a file's bytes that are neighbours in the data address space too.

@@ -47,8 +47,7 @@ pub(crate) fn apply(lower: &mut Layer, upper: &Layer) -> Result<()> {
             }
         }
     }
-    lower.define_below_opaque();
-    Ok(())
+    lower.define_below_opaque()
 }
 
 /// The metadata of a directory that both have; removes what an opaque upper one hides.
