@@ -106,7 +106,7 @@ pub enum RuntimeError {
         problem: String,
     },
     /// The record of a sandbox on disk is damaged.
-    #[error("record {path} is damaged: {problem}; remove the sandbox", path = path.display())]
+    #[error("record {path} is damaged: {problem}; delete its directory to be rid of the sandbox", path = path.display())]
     Record {
         /// The file.
         path: PathBuf,

@@ -9,12 +9,29 @@
 //! under the name [`INIT_ARG0`], before it does anything else: the launcher
 //! starts it again under that name as PID 1 of a sandbox.
 //!
+//! How a sandbox comes to be, in order: its directory, lock and name; its
+//! control groups; a process in new namespaces, waiting; its id maps; the
+//! mounts that need the host's root, detached; PID 1, which attaches them, adds
+//! its own, pivots, starts the command and reaps. Each step is undone if a
+//! later one fails, and nothing is ever attached in the host's mount table.
+//!
 //! `THREATS.md` says who is trusted with what.
 
+mod capabilities;
+mod cgroup;
+mod command;
+mod delete;
 pub mod error;
 mod init;
+mod launch;
+mod mounts;
+mod protocol;
+mod record;
 mod sandboxes;
+mod seccomp;
+mod session;
 pub mod spec;
+mod user;
 
 pub use error::{Result, RuntimeError};
 pub use init::{INIT_ARG0, init_main};

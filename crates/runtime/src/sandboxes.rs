@@ -1,12 +1,32 @@
 //! The sandboxes of a node.
 
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
-use rustix::process::Pid;
+use layerpack_sys::process::{self, Join, Launch, Launched, Program};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::process::{Pid, Signal};
 
+use crate::cgroup::{Group, Hierarchies};
 use crate::error::{Result, RuntimeError};
-use crate::spec::{ExecSpec, Exit, SandboxId, SandboxSpec, Streams};
+use crate::launch;
+use crate::protocol::Plan;
+use crate::record::{InitProcess, Layout, Lock, Record};
+use crate::seccomp;
+use crate::session::{Outcome, Session};
+use crate::spec::{ExecSpec, Exit, SandboxId, SandboxSpec, Streams, Terminal};
+use crate::user::open_inside;
+
+/// Exit code of a command that was killed because its time was over.
+const TIMED_OUT: u8 = 124;
+
+/// How long the processes of a killed sandbox may take to end.
+const END_WAIT: Duration = Duration::from_secs(20);
+
+/// `f_type` of devpts.
+const DEVPTS_MAGIC: i64 = 0x1cd1;
 
 /// How sandboxes are launched on this node.
 #[derive(Debug, Clone)]
@@ -20,9 +40,13 @@ pub struct SandboxesOptions {
 }
 
 /// The sandboxes below one directory.
+///
+/// Any number of processes may use the same directory; they agree by locks.
 #[derive(Debug)]
 pub struct Sandboxes {
     options: SandboxesOptions,
+    layout: Layout,
+    hierarchies: Hierarchies,
 }
 
 /// Whether a sandbox runs.
@@ -62,6 +86,8 @@ pub struct SweepReport {
     pub failed: Vec<(String, String)>,
     /// Lasting sandboxes whose processes are gone; their files were kept.
     pub dead: Vec<SandboxId>,
+    /// Leases of the sandboxes removed.
+    pub leases: Vec<String>,
 }
 
 /// Keeps a sandbox frozen until it is dropped.
@@ -69,27 +95,120 @@ pub struct SweepReport {
 pub struct FreezeGuard {
     /// How long freezing took.
     pub froze_in: Duration,
+    group: Option<Group>,
+    _lock: Lock,
+}
+
+impl FreezeGuard {
+    /// Lets the sandbox go on, and says if that failed.
+    ///
+    /// # Errors
+    /// If the control group cannot be written.
+    pub fn thaw(mut self) -> Result<()> {
+        self.group.take().map_or(Ok(()), |group| group.thaw())
+    }
+}
+
+impl Drop for FreezeGuard {
+    fn drop(&mut self) {
+        if let Some(group) = self.group.take() {
+            let _ = group.thaw();
+        }
+    }
+}
+
+/// A sandbox that is being made; removed on drop unless it was finished.
+struct Making<'a> {
+    sandboxes: &'a Sandboxes,
+    spec: &'a SandboxSpec,
+    group: Option<Group>,
+    lock: Option<Lock>,
+    finished: bool,
+}
+
+impl Making<'_> {
+    fn clean(&mut self) -> Result<()> {
+        self.finished = true;
+        let group = match &self.group {
+            Some(group) => {
+                group.kill();
+                group.remove()
+            }
+            None => Ok(()),
+        };
+        self.sandboxes.layout.delete(self.spec)?;
+        self.lock = None;
+        group
+    }
+}
+
+impl Drop for Making<'_> {
+    fn drop(&mut self) {
+        if !self.finished {
+            let _ = self.clean();
+        }
+    }
 }
 
 impl Sandboxes {
     /// Opens the sandboxes below `options.root`, which is made if need be.
     ///
     /// # Errors
-    /// If the directory cannot be made.
+    /// If the directory cannot be made, or there are no control groups.
     pub fn open(options: SandboxesOptions) -> Result<Self> {
-        Ok(Self { options })
+        let parent = options.cgroup_parent.as_str();
+        if parent.is_empty() || parent.starts_with('/') || parent.split('/').any(|p| p == "..") {
+            return Err(RuntimeError::InvalidSpec {
+                what: "control group",
+                problem: format!("{parent:?} is not a relative path without '..'"),
+            });
+        }
+        let hierarchies = Hierarchies::detect(parent)?;
+        let layout = Layout::open(&options.root)?;
+        Ok(Self {
+            options,
+            layout,
+            hierarchies,
+        })
     }
 
-    /// Makes a lasting sandbox.
+    fn make<'a>(&'a self, spec: &'a SandboxSpec, one_shot: bool) -> Result<(Making<'a>, Record)> {
+        spec.check()?;
+        let lock = self.layout.make(spec)?;
+        let mut making = Making {
+            sandboxes: self,
+            spec,
+            group: None,
+            lock: Some(lock),
+            finished: false,
+        };
+        let record = Record::new(spec.clone(), one_shot);
+        self.layout.write(&record)?;
+        making.group = Some(self.hierarchies.create(&spec.id, &spec.limits)?);
+        Ok((making, record))
+    }
+
+    /// Makes a lasting sandbox: an empty one, for [`Sandboxes::exec`]. It
+    /// outlives the caller.
     ///
     /// # Errors
     /// Any; nothing is left then.
     pub fn create(&self, spec: &SandboxSpec) -> Result<Sandbox> {
-        Err(RuntimeError::NotFound(spec.id.to_string()))
+        let (mut making, mut record) = self.make(spec, false)?;
+        let dirs = self.layout.directories(&spec.id);
+        let group = making.group.as_ref().ok_or_else(|| no_group(&spec.id))?;
+        let (init, _) = launch::launch(spec, &dirs, group, self.options.init.as_deref(), None)?;
+        record.init = Some(InitProcess::of(init.launched().pid)?);
+        self.layout.write(&record)?;
+        init.keep();
+        making.finished = true;
+        Ok(self.describe(record))
     }
 
     /// Runs one command in a sandbox of its own and removes the sandbox
-    /// (with `keep`, its upper stays as a dead sandbox).
+    /// (with `keep`, it stays as a dead one, with its upper).
+    ///
+    /// The sandbox dies with the calling **thread**, whatever ends that.
     ///
     /// # Errors
     /// Any; nothing is left then.
@@ -100,25 +219,195 @@ impl Sandboxes {
         streams: Streams,
         keep: bool,
     ) -> Result<Exit> {
-        let _ = (command, streams, keep);
-        Err(RuntimeError::NotFound(spec.id.to_string()))
+        let (mut making, mut record) = self.make(spec, true)?;
+        let dirs = self.layout.directories(&spec.id);
+        let group = making.group.as_ref().ok_or_else(|| no_group(&spec.id))?;
+        let program = self.options.init.as_deref();
+        let (init, session) =
+            launch::launch(spec, &dirs, group, program, Some((command, streams)))?;
+        let session = session.ok_or_else(|| no_group(&spec.id))?;
+        record.init = Some(InitProcess::of(init.launched().pid)?);
+        self.layout.write(&record)?;
+        let outcome = session.serve(init.launched().pidfd.as_fd(), &|signal| {
+            let _ = init.launched().kill(signal);
+        })?;
+        if outcome == Outcome::TimedOut {
+            group.kill();
+            let _ = init.launched().kill(Signal::KILL);
+        }
+        let ended = init.wait()?;
+        let exit = Exit {
+            code: if outcome == Outcome::TimedOut {
+                TIMED_OUT
+            } else {
+                ended.shell_code()
+            },
+            oom_killed: group.oom_kills() > 0,
+            timed_out: outcome == Outcome::TimedOut,
+        };
+        if keep {
+            group.remove()?;
+            record.one_shot = false;
+            self.layout.write(&record)?;
+            making.finished = true;
+        } else {
+            making.clean()?;
+        }
+        Ok(exit)
     }
 
-    /// Runs a command in a lasting sandbox.
+    /// Runs a command in a lasting sandbox, which the command may leave
+    /// background processes in. The command itself dies with the calling **thread**.
     ///
     /// # Errors
     /// [`RuntimeError::Dead`], [`RuntimeError::Command`] and others.
     pub fn exec(&self, sandbox: &str, command: &ExecSpec, streams: Streams) -> Result<Exit> {
-        let _ = (command, streams);
-        Err(RuntimeError::NotFound(sandbox.to_owned()))
+        let id = self.layout.find(sandbox)?;
+        let record = self.record(&id)?;
+        let spec = &record.spec;
+        let init = record.init.as_ref().ok_or_else(|| RuntimeError::Busy {
+            id: id.clone(),
+            by: "it is still being made",
+        })?;
+        let dead = || RuntimeError::Dead(id.clone());
+        let pid = init.alive().ok_or_else(dead)?;
+        let pidfd = layerpack_sys::ns::pidfd_open(pid).map_err(|_| dead())?;
+        // It was the right process before the descriptor was taken, and is now.
+        init.alive().ok_or_else(dead)?;
+        let group = self.hierarchies.group(&id, &spec.limits);
+        self.heal(&id, &group)?;
+
+        let path = format!("/proc/{}/root", pid.as_raw_nonzero());
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let root = rustix::fs::open(&path, flags, Mode::empty()).map_err(|_| dead())?;
+        let plan = crate::command::plan(spec, command, root.as_fd())?;
+        let (session, ends) = match command.terminal {
+            None => Session::with_pipes(streams, command, plan.host_owner(spec.id_map))?,
+            Some(size) => self.terminal(&root, spec, streams, command, size, &plan)?,
+        };
+        let before = group.oom_kills();
+        let launched = {
+            let [stdin, stdout, stderr] = ends.as_fds();
+            enter(
+                spec,
+                &group,
+                &pidfd,
+                &plan,
+                [stdin, stdout, stderr],
+                command,
+            )?
+        };
+        drop(ends);
+        let outcome = session.serve(launched.pidfd.as_fd(), &|signal| {
+            let _ = launched.kill(signal);
+        })?;
+        if outcome == Outcome::TimedOut {
+            // It leads its session and group.
+            let _ = rustix::process::kill_process_group(launched.pid, Signal::KILL);
+            let _ = launched.kill(Signal::KILL);
+        }
+        let ended = launched.wait()?;
+        Ok(Exit {
+            code: if outcome == Outcome::TimedOut {
+                TIMED_OUT
+            } else {
+                ended.shell_code()
+            },
+            oom_killed: group.oom_kills() > before,
+            timed_out: outcome == Outcome::TimedOut,
+        })
     }
 
-    /// All sandboxes, by id.
+    /// A session on a new terminal of the sandbox's own devpts.
+    fn terminal(
+        &self,
+        root: &OwnedFd,
+        spec: &SandboxSpec,
+        streams: Streams,
+        command: &ExecSpec,
+        size: Terminal,
+        plan: &Plan,
+    ) -> Result<(Session, crate::session::ChildEnds)> {
+        let error = |problem: String| RuntimeError::Setup {
+            step: "opening a terminal in the sandbox".to_owned(),
+            problem,
+        };
+        // The sandbox's root may have put anything there: look before opening.
+        let found = open_inside(
+            root.as_fd(),
+            "dev/pts/ptmx",
+            OFlags::PATH | OFlags::NOFOLLOW,
+        )
+        .map_err(|e| error(e.to_string()))?;
+        let filesystem = rustix::fs::fstatfs(&found).map_err(|e| error(e.to_string()))?;
+        let stat = rustix::fs::fstat(&found).map_err(|e| error(e.to_string()))?;
+        if filesystem.f_type != DEVPTS_MAGIC || stat.st_rdev != rustix::fs::makedev(5, 2) {
+            return Err(error(
+                "/dev/pts/ptmx is not a terminal multiplexer any more".to_owned(),
+            ));
+        }
+        let link = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&found));
+        let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let master =
+            rustix::fs::open(link, flags, Mode::empty()).map_err(|e| error(e.to_string()))?;
+        Session::with_terminal(
+            streams,
+            command,
+            size,
+            master,
+            plan.terminal_owner(spec.id_map),
+        )
+    }
+
+    /// Lets a sandbox go on whose freezer has died.
+    fn heal(&self, id: &SandboxId, group: &Group) -> Result<()> {
+        if group.is_frozen().unwrap_or(false) && self.layout.freeze_lock(id)?.is_some() {
+            group.thaw()?;
+        }
+        Ok(())
+    }
+
+    fn record(&self, id: &SandboxId) -> Result<Record> {
+        self.layout.read(id)?.ok_or_else(|| RuntimeError::Busy {
+            id: id.clone(),
+            by: "it is still being made",
+        })
+    }
+
+    fn describe(&self, record: Record) -> Sandbox {
+        let id = &record.spec.id;
+        let pid = record.init.as_ref().and_then(InitProcess::alive);
+        let group = self.hierarchies.group(id, &record.spec.limits);
+        let state = match pid {
+            None => SandboxState::Dead,
+            Some(_) if group.is_frozen().unwrap_or(false) => SandboxState::Frozen,
+            Some(_) => SandboxState::Running,
+        };
+        Sandbox {
+            upper: self.layout.directories(id).upper,
+            created: record.created(),
+            one_shot: record.one_shot,
+            spec: record.spec,
+            state,
+            pid,
+        }
+    }
+
+    /// All sandboxes, by id. Those with a damaged record are left out, with a
+    /// warning in the log.
     ///
     /// # Errors
     /// If the directory cannot be read.
     pub fn list(&self) -> Result<Vec<Sandbox>> {
-        Ok(Vec::new())
+        let mut found = Vec::new();
+        for id in self.layout.ids()? {
+            match self.layout.read(&id) {
+                Ok(Some(record)) => found.push(self.describe(record)),
+                Ok(None) => {}
+                Err(e) => tracing::warn!(sandbox = %id, "{e}"),
+            }
+        }
+        Ok(found)
     }
 
     /// The sandbox with this name or id.
@@ -126,33 +415,227 @@ impl Sandboxes {
     /// # Errors
     /// [`RuntimeError::NotFound`].
     pub fn get(&self, name_or_id: &str) -> Result<Sandbox> {
-        Err(RuntimeError::NotFound(name_or_id.to_owned()))
+        let id = self.layout.find(name_or_id)?;
+        Ok(self.describe(self.record(&id)?))
     }
 
-    /// Ends a sandbox and deletes its files.
+    /// Ends a sandbox and deletes its files; what it was is returned, so that
+    /// the caller can release its lease.
     ///
     /// # Errors
-    /// [`RuntimeError::Running`] without `force`.
+    /// [`RuntimeError::Running`] without `force` if it runs;
+    /// [`RuntimeError::Busy`] while somebody makes, runs or freezes it.
     pub fn remove(&self, name_or_id: &str, force: bool) -> Result<Sandbox> {
-        let _ = force;
-        Err(RuntimeError::NotFound(name_or_id.to_owned()))
+        let id = self.layout.find(name_or_id)?;
+        let record = self.record(&id)?;
+        let group = self.hierarchies.group(&id, &record.spec.limits);
+        let sandbox = self.describe(record.clone());
+        if sandbox.pid.is_some() && !force {
+            return Err(RuntimeError::Running(id));
+        }
+        let busy = |by| RuntimeError::Busy { id: id.clone(), by };
+        let Some(_lock) = self.layout.lock(&id)? else {
+            if sandbox.pid.is_some() && record.one_shot {
+                // Its launcher is there to clean up behind it.
+                group.kill();
+                return Ok(sandbox);
+            }
+            return Err(busy("it is being made, run or removed"));
+        };
+        let Some(_freeze) = self.layout.freeze_lock(&id)? else {
+            return Err(busy("it is frozen for a snapshot"));
+        };
+        self.destroy(&id, Some(&record), &group)?;
+        Ok(sandbox)
     }
 
-    /// Halts all processes of a sandbox until the guard is dropped.
+    /// Kills what runs, then removes control groups, name and files.
+    fn destroy(&self, id: &SandboxId, record: Option<&Record>, group: &Group) -> Result<()> {
+        let init = record.and_then(|record| record.init.as_ref());
+        if let Some(pid) = init.and_then(InitProcess::alive)
+            && let Ok(pidfd) = layerpack_sys::ns::pidfd_open(pid)
+            && init.and_then(InitProcess::alive).is_some()
+        {
+            let _ = rustix::process::pidfd_send_signal(&pidfd, Signal::KILL);
+            group.kill();
+            wait_end(&pidfd, id)?;
+        } else {
+            group.kill();
+        }
+        group.remove()?;
+        match record {
+            Some(record) => self.layout.delete(&record.spec),
+            None => self.layout.delete_dir(id),
+        }
+    }
+
+    /// Halts all processes of a sandbox until the guard is dropped. A dead
+    /// sandbox needs no halting, and is only kept from being removed.
     ///
     /// # Errors
-    /// [`RuntimeError::FreezeTimeout`], [`RuntimeError::Busy`].
+    /// [`RuntimeError::FreezeTimeout`] (the sandbox goes on then),
+    /// [`RuntimeError::Busy`] if somebody else keeps it frozen.
     pub fn freeze(&self, name_or_id: &str, timeout: Duration) -> Result<FreezeGuard> {
-        let _ = timeout;
-        Err(RuntimeError::NotFound(name_or_id.to_owned()))
+        let id = self.layout.find(name_or_id)?;
+        let record = self.record(&id)?;
+        let started = Instant::now();
+        let Some(lock) = self.layout.freeze_lock(&id)? else {
+            return Err(RuntimeError::Busy {
+                id,
+                by: "it is frozen for another snapshot",
+            });
+        };
+        if record.init.as_ref().and_then(InitProcess::alive).is_none() {
+            return Ok(FreezeGuard {
+                froze_in: Duration::ZERO,
+                group: None,
+                _lock: lock,
+            });
+        }
+        let group = self.hierarchies.group(&id, &record.spec.limits);
+        let mut guard = FreezeGuard {
+            froze_in: Duration::ZERO,
+            group: Some(group),
+            _lock: lock,
+        };
+        let frozen = guard
+            .group
+            .as_ref()
+            .map_or(Ok(false), |group| group.freeze(timeout))?;
+        guard.froze_in = started.elapsed();
+        if frozen {
+            Ok(guard)
+        } else {
+            Err(RuntimeError::FreezeTimeout {
+                id,
+                waited_ms: timeout.as_millis(),
+            })
+        }
     }
 
-    /// Removes what dead launchers left behind.
+    /// Removes what dead launchers left behind: one-shot sandboxes, half-made
+    /// ones, interrupted deletions. Lasting sandboxes whose processes are gone
+    /// lose their control groups, and keep their files.
     ///
     /// # Errors
     /// If the directory cannot be read.
     pub fn sweep(&self) -> Result<SweepReport> {
-        let _ = &self.options;
-        Ok(SweepReport::default())
+        let mut report = SweepReport::default();
+        for path in self.layout.deleting()? {
+            let name = path.display().to_string();
+            match crate::delete::tree(&path) {
+                Ok(()) => report.removed.push(name),
+                Err(e) => report.failed.push((name, e.to_string())),
+            }
+        }
+        for id in self.layout.ids()? {
+            let lock = {
+                // So that a directory without a lock is not one just being made.
+                let _alone = self.layout.lock_all(FlockOperation::LockExclusive)?;
+                self.layout.lock(&id)
+            };
+            let Ok(Some(_lock)) = lock else { continue };
+            if let Err(e) = self.sweep_one(&id, &mut report) {
+                report.failed.push((id.to_string(), e.to_string()));
+            }
+        }
+        Ok(report)
     }
+
+    fn sweep_one(&self, id: &SandboxId, report: &mut SweepReport) -> Result<()> {
+        let record = self.layout.read(id)?;
+        let limits = record.as_ref().map(|r| r.spec.limits).unwrap_or_default();
+        let group = self.hierarchies.group(id, &limits);
+        match &record {
+            Some(Record {
+                one_shot: false,
+                init: Some(init),
+                ..
+            }) => {
+                if init.alive().is_none() {
+                    group.kill();
+                    group.remove()?;
+                    report.dead.push(id.clone());
+                }
+            }
+            half_made => {
+                self.destroy(id, half_made.as_ref(), &group)?;
+                report.leases.extend(record.and_then(|r| r.spec.lease));
+                report.removed.push(id.to_string());
+            }
+        }
+        Ok(())
+    }
+}
+
+fn no_group(id: &SandboxId) -> RuntimeError {
+    RuntimeError::Busy {
+        id: id.clone(),
+        by: "it is being removed",
+    }
+}
+
+/// Waits until the process behind `pidfd` (and with it, as it is PID 1, every
+/// process of the sandbox) has ended, and reaps it if it is ours.
+fn wait_end(pidfd: &OwnedFd, id: &SandboxId) -> Result<()> {
+    let wait = Timespec {
+        tv_sec: i64::try_from(END_WAIT.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: 0,
+    };
+    let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
+    let ready =
+        rustix::io::retry_on_intr(|| poll(&mut fds, Some(&wait))).map_err(std::io::Error::from)?;
+    if ready == 0 {
+        return Err(RuntimeError::Busy {
+            id: id.clone(),
+            by: "a killed process does not end",
+        });
+    }
+    let _ = process::wait_pidfd(pidfd.as_fd());
+    Ok(())
+}
+
+/// Starts a planned command in a running sandbox.
+fn enter(
+    spec: &SandboxSpec,
+    group: &Group,
+    pidfd: &OwnedFd,
+    plan: &Plan,
+    streams: [std::os::fd::BorrowedFd<'_>; 3],
+    command: &ExecSpec,
+) -> Result<Launched> {
+    let filter = seccomp::default_filter();
+    let tasks = group.tasks()?;
+    let v2 = group.v2_dir()?;
+    let launch = Launch {
+        argv: plan.argv.clone(),
+        env: plan.env.clone(),
+        cwd: Some(plan.cwd.clone()),
+        cgroup_tasks: tasks.iter().map(AsFd::as_fd).collect(),
+        cgroup_v2: v2.as_ref().map(AsFd::as_fd),
+        join: Some(Join {
+            pidfd: pidfd.as_fd(),
+            namespaces: launch::namespaces(spec.network)
+                | layerpack_sys::ns::Namespaces::CONTROL_GROUP,
+        }),
+        session: true,
+        terminal: plan.terminal,
+        die_with_parent: true,
+        umask: Some(0o022),
+        no_new_privs: plan.no_new_privs,
+        filter: Some(&filter),
+        credentials: Some(plan.credentials.clone()),
+        ..Launch::new(Program::Paths(plan.paths.clone()), streams)
+    };
+    let name = command
+        .argv
+        .first()
+        .map(|a| a.display().to_string())
+        .unwrap_or_default();
+    let launched = process::spawn(&launch)?
+        .map_err(|failure| crate::command::not_executed(&name, &failure))?;
+    launched
+        .wait_exec()?
+        .map_err(|failure| crate::command::not_executed(&name, &failure))?;
+    Ok(launched)
 }

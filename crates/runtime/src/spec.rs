@@ -177,7 +177,67 @@ pub struct SandboxSpec {
     pub labels: BTreeMap<String, String>,
 }
 
-/// Size and type of the terminal that a command gets.
+impl SandboxSpec {
+    /// The host name inside.
+    pub fn hostname(&self) -> &str {
+        self.hostname.as_deref().unwrap_or(self.id.as_str())
+    }
+
+    /// Refuses settings that make no sense, before anything is done.
+    ///
+    /// # Errors
+    /// [`RuntimeError::InvalidSpec`] that names the setting.
+    pub fn check(&self) -> Result<()> {
+        let invalid = |what, problem: &str| {
+            Err(RuntimeError::InvalidSpec {
+                what,
+                problem: problem.to_owned(),
+            })
+        };
+        let hostname = self.hostname();
+        if hostname.is_empty()
+            || hostname.len() > 64
+            || hostname.bytes().any(|b| !b.is_ascii_graphic())
+        {
+            return invalid(
+                "host name",
+                "use 1 to 64 printable characters without blanks",
+            );
+        }
+        if self.lowers.is_empty() {
+            return invalid("layers", "a sandbox needs at least one");
+        }
+        if self.id_map.base < 65_536 || self.id_map.base.checked_add(self.id_map.count).is_none() {
+            return invalid(
+                "id range",
+                "it must begin at 65536 or above, clear of the host's users, and end below 2^32",
+            );
+        }
+        if self.id_map.count < 65_536 {
+            return invalid("id range", "a sandbox needs at least 65536 ids");
+        }
+        if self
+            .limits
+            .cpus
+            .is_some_and(|cpus| !(0.01..=4096.0).contains(&cpus))
+        {
+            return invalid("limit of processors", "use 0.01 to 4096");
+        }
+        if self
+            .limits
+            .memory_bytes
+            .is_some_and(|bytes| bytes < 6 << 20)
+        {
+            return invalid("limit of memory", "use at least 6 MiB");
+        }
+        if self.limits.pids.is_some_and(|pids| pids < 2) {
+            return invalid("limit of processes", "use at least 2");
+        }
+        Ok(())
+    }
+}
+
+/// Size of the terminal that a command gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Terminal {
     /// Rows.

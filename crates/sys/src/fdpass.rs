@@ -79,6 +79,21 @@ pub fn recv_fds(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<(usize, Vec
     Ok((message.bytes, fds))
 }
 
+/// Takes over a descriptor that this program was started with, and has it
+/// closed on exec. `None` if there is no such open descriptor, or if it is one
+/// of the standard streams.
+///
+/// Call it once for a number, before anything else could have opened one.
+pub fn inherited(number: i32) -> Option<OwnedFd> {
+    if number < 3 {
+        return None;
+    }
+    // SAFETY: fcntl on a number that may or may not be open.
+    let rc = unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) };
+    // SAFETY: it is open, and by contract nobody else in this program owns it.
+    (rc == 0).then(|| unsafe { std::os::fd::FromRawFd::from_raw_fd(number) })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -300,6 +300,8 @@ pub fn overlay(spec: &OverlaySpec) -> Result<OwnedFd> {
     for key in ["redirect_dir", "metacopy", "index", "nfs_export"] {
         fs.string(key, "off")?;
     }
+    // Else the upper gets an xattr with an identity of this mount; from 6.6.
+    let _ = fs.string("uuid", "null");
     fs.string("xino", if spec.xino { "auto" } else { "off" })?;
     let mut flags = MountFlags::MOUNT_ATTR_NODEV;
     if spec.upper.is_none() {
