@@ -211,12 +211,12 @@ pub(crate) fn install(packages: &[&str]) -> Result<()> {
     let scratch = std::env::temp_dir().join(format!("layerpack-apt-{}", std::process::id()));
     let outcome = write_sources(&scratch).and_then(|()| {
         println!("     installing Debian packages: {list}");
-        process::run(&mut as_root(get(&scratch).arg("update"))?)?;
+        process::quietly(&mut as_root(get(&scratch).arg("update"))?)?;
         let mut command = get(&scratch);
         command
             .args(["install", "-y", "--no-install-recommends"])
             .args(packages);
-        process::run(&mut as_root(&command)?)
+        process::quietly(&mut as_root(&command)?)
     });
     let _ = fs_err::remove_file(&scratch);
     outcome.with_context(|| {

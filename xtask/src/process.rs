@@ -39,6 +39,23 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
+/// Runs without showing what it prints, unless it fails.
+///
+/// # Errors
+/// When it cannot be started or fails.
+pub(crate) fn quietly(command: &mut Command) -> Result<()> {
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("cannot start `{}`", line(command)))?;
+    if !output.status.success() {
+        print!("{}", String::from_utf8_lossy(&output.stdout));
+        eprint!("{}", String::from_utf8_lossy(&output.stderr));
+        bail!("`{}` failed: {}", line(command), output.status);
+    }
+    Ok(())
+}
+
 /// Runs and hands out what it prints on stdout; stderr is shown.
 ///
 /// # Errors
