@@ -128,6 +128,6 @@ mod tests {
         assert_eq!(human_bytes(1023), "1023 B");
         assert_eq!(human_bytes(4096), "4.0 KiB");
         assert_eq!(human_bytes(1 << 30), "1.0 GiB");
-        assert_eq!(human_bytes(u64::MAX), "16777216.0 TiB");
+        assert_eq!(human_bytes(u64::MAX), "16777215.9 TiB");
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use layerpack_packer::{IdMapRange, PackDiffOptions};
-use layerpack_runtime::{Sandbox, SandboxState};
+use layerpack_runtime::Sandbox;
 use layerpack_store::{Kind, LayerName, ParentRef, Reference, Version};
 
 use super::Outcome;
@@ -39,13 +39,8 @@ pub(super) fn run(context: &Context, args: PackDiffArgs) -> Outcome {
     options.level = args.level;
     options.jobs = args.jobs.map_or(0, usize::from);
 
-    // A dead sandbox changes no more.
-    let frozen = match sandbox.state {
-        SandboxState::Dead => None,
-        SandboxState::Running | SandboxState::Frozen => {
-            Some(Thaw::on_signals(sandboxes.freeze(sandbox.spec.id.as_str(), FREEZE)?)?)
-        }
-    };
+    // A dead sandbox changes no more, and is only kept from being removed meanwhile.
+    let frozen = Thaw::on_signals(sandboxes.freeze(sandbox.spec.id.as_str(), FREEZE)?)?;
     let reporter = Reporter::new("pack", context.quiet);
     let report = sync(&sandbox).and_then(|()| Ok(layerpack_packer::pack_diff(&store, &options, &reporter)?));
     drop(frozen);

@@ -31,6 +31,11 @@ pub(super) fn at_start(node: &Node, root: &Path) {
             for what in report.removed {
                 tracing::info!(%what, "removed a left-over");
             }
+            for lease in report.leases {
+                if let Err(error) = node.release(&lease) {
+                    tracing::debug!(%lease, %error, "the lease was gone");
+                }
+            }
             for (what, why) in report.failed {
                 tracing::warn!(%what, %why, "a left-over cannot be removed");
             }

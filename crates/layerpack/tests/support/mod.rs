@@ -2,7 +2,7 @@
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
-pub mod rootfs;
+pub(crate) mod rootfs;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -14,25 +14,25 @@ use serde_json::Value;
 /// A node root and a store in a scratch directory. On drop its sandboxes end, its daemon stops,
 /// and what is still mounted is taken down.
 #[derive(Debug)]
-pub struct Node {
-    pub scratch: ScratchDir,
+pub(crate) struct Node {
+    pub(crate) scratch: ScratchDir,
 }
 
 impl Node {
-    pub fn new(label: &str) -> Self {
+    pub(crate) fn new(label: &str) -> Self {
         Self { scratch: ScratchDir::new(label).unwrap() }
     }
 
-    pub fn root(&self) -> PathBuf {
+    pub(crate) fn root(&self) -> PathBuf {
         self.scratch.join("node")
     }
 
-    pub fn store(&self) -> PathBuf {
+    pub(crate) fn store(&self) -> PathBuf {
         self.scratch.join("store")
     }
 
     /// The binary with this node's surroundings and none of the caller's.
-    pub fn command(&self) -> Command {
+    pub(crate) fn command(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_layerpack"));
         command
             .env("LAYERPACK_ROOT", self.root())
@@ -46,7 +46,7 @@ impl Node {
 
     /// Runs a command line to its end.
     #[track_caller]
-    pub fn run<I, S>(&self, arguments: I) -> Output
+    pub(crate) fn run<I, S>(&self, arguments: I) -> Output
     where
         I: IntoIterator<Item = S>,
         S: AsRef<std::ffi::OsStr>,
@@ -56,7 +56,7 @@ impl Node {
 
     /// Runs a command line that must succeed; gives its stdout.
     #[track_caller]
-    pub fn ok<I, S>(&self, arguments: I) -> String
+    pub(crate) fn ok<I, S>(&self, arguments: I) -> String
     where
         I: IntoIterator<Item = S>,
         S: AsRef<std::ffi::OsStr>,
@@ -68,14 +68,14 @@ impl Node {
 
     /// The same with `-o json`, parsed.
     #[track_caller]
-    pub fn json<const N: usize>(&self, arguments: [&str; N]) -> Value {
+    pub(crate) fn json<const N: usize>(&self, arguments: [&str; N]) -> Value {
         let text = self.ok(["-o", "json"].into_iter().chain(arguments));
         serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}"))
     }
 
     /// Runs a command line that must fail with `code` and exactly one `error:` line; gives it.
     #[track_caller]
-    pub fn fails<I, S>(&self, code: i32, arguments: I) -> String
+    pub(crate) fn fails<I, S>(&self, code: i32, arguments: I) -> String
     where
         I: IntoIterator<Item = S>,
         S: AsRef<std::ffi::OsStr>,
@@ -85,7 +85,7 @@ impl Node {
 
     /// Builds a layer from a directory; gives its digest.
     #[track_caller]
-    pub fn build(&self, reference: &str, source: &Path, extra: &[&str]) -> String {
+    pub(crate) fn build(&self, reference: &str, source: &Path, extra: &[&str]) -> String {
         let (kind, rest) = reference.split_once('/').unwrap();
         let (name, version) = rest.split_once(':').unwrap();
         let from = format!("dir:{}", source.display());
@@ -99,7 +99,7 @@ impl Node {
     }
 
     /// Process id of the node's daemon, if one runs.
-    pub fn daemon_pid(&self) -> Option<i32> {
+    pub(crate) fn daemon_pid(&self) -> Option<i32> {
         let output = self.run(["-o", "json", "daemon", "status"]);
         let status: Value = serde_json::from_slice(&output.stdout).ok()?;
         i32::try_from(status.pointer("/daemon/pid")?.as_i64()?).ok()
@@ -123,12 +123,12 @@ impl Drop for Node {
 }
 
 /// Mount points that exist below a node's scratch directory.
-pub fn mounts(node: &Node) -> Vec<PathBuf> {
+pub(crate) fn mounts(node: &Node) -> Vec<PathBuf> {
     mounts_below(node.scratch.path())
 }
 
 /// Processes whose command line or environment names the node's root.
-pub fn processes(node: &Node) -> Vec<String> {
+pub(crate) fn processes(node: &Node) -> Vec<String> {
     let needle = node.root();
     let needle = needle.as_os_str().as_encoded_bytes();
     let own = std::process::id().to_string();
@@ -152,7 +152,7 @@ pub fn processes(node: &Node) -> Vec<String> {
 
 /// Asserts that a command failed as all must: this code, nothing on stdout, one `error:` line.
 #[track_caller]
-pub fn one_error(code: i32, output: &Output) -> String {
+pub(crate) fn one_error(code: i32, output: &Output) -> String {
     assert_eq!(output.status.code(), Some(code), "{}", describe(output));
     assert!(output.stdout.is_empty(), "{}", describe(output));
     let text = String::from_utf8(output.stderr.clone()).unwrap();
@@ -163,7 +163,7 @@ pub fn one_error(code: i32, output: &Output) -> String {
 }
 
 /// A finished command for a panic message.
-pub fn describe(output: &Output) -> String {
+pub(crate) fn describe(output: &Output) -> String {
     format!(
         "{}\nstdout: {}\nstderr: {}",
         output.status,

@@ -13,7 +13,7 @@ const TOOLS: [&str; 16] = [
 ];
 
 /// Fills `root`; gives the number of bytes of its files.
-pub fn make(root: &Path) -> u64 {
+pub(crate) fn make(root: &Path) -> u64 {
     for (dir, mode) in [("bin", 0o755), ("etc", 0o755), ("root", 0o700), ("tmp", 0o1777), ("usr", 0o755), ("var/data", 0o750)] {
         let path = root.join(dir);
         fs_err::create_dir_all(&path).unwrap();
