@@ -147,7 +147,7 @@ pub enum StoreError {
     )]
     Conflict {
         /// The reference.
-        reference: Reference,
+        reference: Box<Reference>,
         /// The store's address.
         store: String,
         /// Manifest digest in the store.

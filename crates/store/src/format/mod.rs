@@ -1,4 +1,4 @@
-//! Binary formats of FORMAT.md. All are little endian, begin with a [`Prelude`] and are parsed
+//! Binary formats of FORMAT.md. All are little endian, begin with a prelude and are parsed
 //! with capped lengths and checked arithmetic: their bytes come from outside.
 
 pub mod index;

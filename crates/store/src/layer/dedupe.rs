@@ -188,7 +188,7 @@ impl LayerStore {
     /// Table and footer of a pack of `size` bytes whose table begins at `table_offset`.
     pub(super) fn read_table(&self, key: &Key, size: u64, table_offset: u64) -> Result<PackTable> {
         let tail_len = size.saturating_sub(table_offset);
-        if tail_len < FOOTER_LEN || tail_len > MAX_TABLE_LEN + FOOTER_LEN {
+        if !(FOOTER_LEN..=MAX_TABLE_LEN + FOOTER_LEN).contains(&tail_len) {
             return Err(self.corrupt(key, format!("its table would have {tail_len} bytes")));
         }
         let tail = self.blobs().get_range(key, table_offset..size)?;

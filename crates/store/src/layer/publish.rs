@@ -132,7 +132,7 @@ impl LayerWriter {
 
         // Before more is written: the version may be taken.
         let conflict = |existing: Digest| StoreError::Conflict {
-            reference: draft.reference.clone(),
+            reference: Box::new(draft.reference.clone()),
             store: store.url().to_owned(),
             existing,
             new: digest,

@@ -1,0 +1,22 @@
+//! Layers in stores: formats, publishing, reading, verifying, faults, damage, races.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::indexing_slicing,
+    clippy::cast_possible_truncation,
+    clippy::print_stderr,
+    missing_docs,
+    reason = "tests"
+)]
+
+mod chunker;
+mod damage;
+mod faults;
+mod full_disk;
+mod golden;
+mod hostile;
+mod publishing;
+mod reading;
+mod references;
+mod support;
+mod writers;

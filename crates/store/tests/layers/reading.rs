@@ -1,0 +1,158 @@
+//! Ranges, frames and requests.
+
+use layerpack_store::{LayerMap, LayerStore, Locator, StoreError};
+
+use crate::support::{data_of, memory, noise, publish, reference, sample, text};
+
+fn open(files: &[Vec<u8>]) -> (LayerStore, LayerMap, Locator) {
+    let (_, store) = memory();
+    publish(&store, "base/x:1", files).unwrap();
+    let (_, manifest) = store.load(&reference("base/x:1")).unwrap();
+    let map = store.map(&manifest).unwrap();
+    let locator = store.locator(&manifest, &map).unwrap();
+    (store, map, locator)
+}
+
+#[test]
+fn any_range_is_right() {
+    let files = sample(1);
+    let (store, map, locator) = open(&files);
+    let data = data_of(&files);
+    assert_eq!(map.data_size(), data.len() as u64);
+    let noise = noise(1, 1600);
+    let points: Vec<u64> = noise
+        .chunks_exact(8)
+        .map(|b| u64::from_le_bytes(b.try_into().unwrap()) % (data.len() as u64 + 1))
+        .collect();
+    for pair in points.chunks_exact(2) {
+        let range = pair[0].min(pair[1])..pair[0].max(pair[1]);
+        let seen = store.read_data(&map, &locator, range.clone()).unwrap();
+        assert!(
+            seen == data[range.start as usize..range.end as usize],
+            "{range:?}"
+        );
+    }
+    for range in [0..map.data_size() + 1, u64::MAX - 1..u64::MAX] {
+        assert!(matches!(
+            store.read_data(&map, &locator, range),
+            Err(StoreError::InvalidInput { .. })
+        ));
+    }
+}
+
+#[test]
+fn neighbours_share_requests() {
+    // 200 frames of about 100 KiB, stored raw: 20 MiB in one pack.
+    let files: Vec<_> = (0..200).map(|i| noise(i, 65_536)).collect();
+    let (store, _, locator) = open(&files);
+    let all: Vec<u32> = (0..locator.frames().len() as u32).collect();
+    let mut seen = Vec::new();
+    let mut total = 0;
+    let stats = store
+        .read_frames(&locator, &all, &mut |frame, raw| {
+            seen.push(frame);
+            total += raw.len();
+            Ok(())
+        })
+        .unwrap();
+    assert_eq!(seen, all);
+    assert_eq!(total, 200 * 65_536);
+    assert_eq!(stats.bytes, locator.stored_bytes());
+    assert_eq!(
+        stats.requests,
+        stats.bytes.div_ceil(64 * 65_536),
+        "requests of 4 MiB"
+    );
+
+    // Repeats and disorder cost nothing; a gap of one frame is read through, of two is not.
+    let frames = [6, 0, 2, 0, 2];
+    let mut seen = Vec::new();
+    let stats = store
+        .read_frames(&locator, &frames, &mut |frame, _| {
+            seen.push(frame);
+            Ok(())
+        })
+        .unwrap();
+    assert_eq!(seen, [0, 2, 6]);
+    assert_eq!((stats.requests, stats.bytes), (2, 4 * 65_536));
+
+    assert!(matches!(
+        store.read_frame(&locator, u32::MAX),
+        Err(StoreError::InvalidInput { .. })
+    ));
+    assert!(store.read_frame(&locator, 7).unwrap() == files[7]);
+}
+
+#[test]
+fn a_sink_may_end_the_read() {
+    let (store, _, locator) = open(&sample(1));
+    let all: Vec<u32> = (0..locator.frames().len() as u32).collect();
+    let mut calls = 0;
+    let result = store.read_frames(&locator, &all, &mut |_, _| {
+        calls += 1;
+        Err(StoreError::WriterFailed {
+            store: "sink".to_owned(),
+        })
+    });
+    assert!(matches!(result, Err(StoreError::WriterFailed { .. })));
+    assert_eq!(calls, 1);
+}
+
+#[test]
+fn frames_know_their_extents() {
+    let files = vec![
+        text(1, 2000),
+        text(2, 3000),
+        text(1, 2000),
+        noise(3, 80_000),
+    ];
+    let (store, map, locator) = open(&files);
+    let mut by_frame = 0;
+    for frame in 0..locator.frames().len() as u32 {
+        let extents = locator.extents_of_frame(frame);
+        assert!(extents.is_sorted());
+        assert!(
+            extents
+                .iter()
+                .all(|&i| locator.extent(i as usize).unwrap().0 == frame)
+        );
+        by_frame += extents.len();
+    }
+    assert_eq!(by_frame, map.extents().len());
+    assert!(locator.extents_of_frame(u32::MAX).is_empty());
+    assert_eq!(locator.extent(map.extents().len()), None);
+
+    let mut got = Vec::new();
+    store
+        .read_chunks(&map, &locator, &[2, 0, 3, 2], &mut |i, bytes| {
+            got.push((i, bytes.len()));
+            Ok(())
+        })
+        .unwrap();
+    got.sort_unstable();
+    assert_eq!(
+        got,
+        [(0, 2000), (2, 2000), (3, map.extents()[3].len as usize)]
+    );
+    assert!(
+        store
+            .read_chunks(&map, &locator, &[99], &mut |_, _| Ok(()))
+            .is_err()
+    );
+}
+
+#[test]
+fn extents_are_found_by_range() {
+    let (_, map, _) = open(&[noise(1, 10), noise(2, 4096), noise(3, 5000)]);
+    for (range, expected) in [
+        (0..1, 0..1),
+        (9..10, 0..1),
+        (10..4096, 1..1),
+        (10..4097, 1..2),
+        (0..map.data_size(), 0..3),
+        (8192 + 5000..map.data_size(), 3..3),
+        (5..5, 0..1),
+    ] {
+        assert_eq!(map.extents_in(range.clone()), expected, "{range:?}");
+    }
+}
