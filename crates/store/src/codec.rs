@@ -98,29 +98,26 @@ impl Compressor {
 /// Decompresses to exactly `raw_len` bytes, which the caller has capped.
 pub(crate) fn decompress_frame(
     codec: Codec,
-    stored: Vec<u8>,
+    stored: &[u8],
     raw_len: usize,
 ) -> Result<Vec<u8>, FormatError> {
-    match codec {
-        Codec::Raw if stored.len() == raw_len => Ok(stored),
-        Codec::Raw => Err(FormatError::new(
-            NAME,
-            format!("a raw frame has {} bytes, not {raw_len}", stored.len()),
-        )),
+    let out = match codec {
+        Codec::Raw => stored.to_vec(),
         Codec::Zstd => DECOMPRESS.with_borrow_mut(|context| {
             let mut out = Vec::with_capacity(raw_len);
-            let len = context
-                .decompress(&mut out, &stored)
+            context
+                .decompress(&mut out, stored)
                 .map_err(|code| FormatError::new(NAME, text(code)))?;
-            if len == raw_len {
-                Ok(out)
-            } else {
-                Err(FormatError::new(
-                    NAME,
-                    format!("a frame decompresses to {len} bytes, not {raw_len}"),
-                ))
-            }
-        }),
+            Ok(out)
+        })?,
+    };
+    if out.len() == raw_len {
+        Ok(out)
+    } else {
+        Err(FormatError::new(
+            NAME,
+            format!("a frame has {} raw bytes, not {raw_len}", out.len()),
+        ))
     }
 }
 

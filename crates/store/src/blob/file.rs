@@ -81,6 +81,16 @@ impl FileStore {
         }
     }
 
+    /// True if the error means that there is no such object. A store whose root is not a
+    /// directory has not been looked into: that stays an error.
+    fn is_absent(&self, error: &io::Error) -> bool {
+        match error.kind() {
+            io::ErrorKind::NotFound => true,
+            io::ErrorKind::NotADirectory => self.root.is_dir(),
+            _ => false,
+        }
+    }
+
     fn durable(&self) -> MutexGuard<'_, HashSet<PathBuf>> {
         // A set of known facts: a panic elsewhere cannot leave it half changed.
         self.durable.lock().unwrap_or_else(PoisonError::into_inner)
@@ -178,7 +188,7 @@ impl FileStore {
     ) -> io::Result<()> {
         let entries = match fs::read_dir(dir) {
             Ok(entries) => entries,
-            Err(e) if is_absent(&e) => return Ok(()),
+            Err(e) if self.is_absent(&e) => return Ok(()),
             Err(e) => return Err(e),
         };
         for entry in entries {
@@ -195,7 +205,7 @@ impl FileStore {
             let Ok(key) = Key::new(&name) else { continue };
             let metadata = match fs::metadata(entry.path()) {
                 Ok(metadata) => metadata,
-                Err(e) if is_absent(&e) => continue, // deleted meanwhile
+                Err(e) if self.is_absent(&e) => continue, // deleted meanwhile
                 Err(e) => return Err(e),
             };
             let possible = name.starts_with(prefix) || prefix.starts_with(&format!("{name}/"));
@@ -257,13 +267,6 @@ fn rename_if_absent(from: &Path, to: &Path, link_error: io::Error) -> io::Result
         }
         Err(e) => Err(e.into()),
     }
-}
-
-fn is_absent(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
-    )
 }
 
 fn sync_dir(dir: &Path) -> io::Result<()> {
@@ -333,7 +336,7 @@ impl BlobStore for FileStore {
         let fail = |e| self.fail("read", key.as_str(), e);
         let file = match fs::File::open(self.path(key)) {
             Ok(file) => file,
-            Err(e) if is_absent(&e) => return Ok(None),
+            Err(e) if self.is_absent(&e) => return Ok(None),
             Err(e) => return Err(fail(e)),
         };
         let metadata = file.metadata().map_err(fail)?;
@@ -373,7 +376,7 @@ impl BlobStore for FileStore {
         };
         let file = match fs::File::open(self.path(key)) {
             Ok(file) => file,
-            Err(e) if is_absent(&e) => return Err(missing()),
+            Err(e) if self.is_absent(&e) => return Err(missing()),
             Err(e) => return Err(fail(e)),
         };
         let metadata = file.metadata().map_err(fail)?;
@@ -431,7 +434,7 @@ impl BlobStore for FileStore {
     fn size(&self, key: &Key) -> Result<Option<u64>> {
         match fs::metadata(self.path(key)) {
             Ok(metadata) => Ok(metadata.is_file().then_some(metadata.len())),
-            Err(e) if is_absent(&e) => Ok(None),
+            Err(e) if self.is_absent(&e) => Ok(None),
             Err(e) => Err(self.fail("read", key.as_str(), e)),
         }
     }
@@ -455,7 +458,7 @@ impl BlobStore for FileStore {
         let path = self.path(key);
         match fs::remove_file(&path) {
             Ok(()) => {}
-            Err(e) if is_absent(&e) => return Ok(false),
+            Err(e) if self.is_absent(&e) => return Ok(false),
             Err(e)
                 if path.is_dir()
                     && matches!(
@@ -493,5 +496,93 @@ impl BlobWriter for FileWriter<'_> {
         self.store
             .publish(&self.temporary, key, mode)
             .map_err(|e| self.store.fail("write", key.as_str(), e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn temporary(dir: &Path, name: &str, bytes: &[u8]) -> Temporary {
+        let path = dir.join(name);
+        fs::write(&path, bytes).unwrap();
+        Temporary {
+            file: fs::File::open(&path).unwrap(),
+            path,
+        }
+    }
+
+    /// Filesystems without hard links: here the fallback is called directly.
+    #[test]
+    fn rename_is_as_exclusive_as_link() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("name");
+        let refused = || io::Error::from(io::ErrorKind::Unsupported);
+        let one = temporary(dir.path(), "1", b"one");
+        let two = temporary(dir.path(), "2", b"two");
+        assert_eq!(
+            rename_if_absent(&one.path, &target, refused()).unwrap(),
+            PutOutcome::Created
+        );
+        assert_eq!(
+            rename_if_absent(&two.path, &target, refused()).unwrap(),
+            PutOutcome::Exists
+        );
+        drop((one, two));
+        assert_eq!(fs::read(&target).unwrap(), b"one");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    /// NFS: the server linked, its answer was lost, the client asked again and got EEXIST.
+    #[test]
+    fn a_link_with_a_lost_answer_is_a_success() {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("name");
+        let ours = temporary(dir.path(), "1", b"ours");
+        fs::hard_link(&ours.path, &target).unwrap();
+        assert_eq!(
+            give_name(&ours, &target, PutMode::IfAbsent).unwrap(),
+            PutOutcome::Created
+        );
+        let other = temporary(dir.path(), "2", b"other");
+        assert_eq!(
+            give_name(&other, &target, PutMode::IfAbsent).unwrap(),
+            PutOutcome::Exists
+        );
+    }
+
+    #[test]
+    fn a_root_that_is_no_directory_is_an_error() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let store = FileStore::new(file.path()).unwrap();
+        let key = Key::new("a/b").unwrap();
+        let errors = [
+            store.get(&key, 10).unwrap_err(),
+            store.size(&key).unwrap_err(),
+            store.list("").unwrap_err(),
+            store.delete(&key).unwrap_err(),
+            store.put(&key, b"", PutMode::IfAbsent).unwrap_err(),
+            store.put(&key, b"", PutMode::Overwrite).unwrap_err(),
+        ];
+        for error in errors {
+            assert!(matches!(error, StoreError::Io { .. }), "{error:?}");
+            assert!(error.to_string().contains(&store.url()), "{error}");
+        }
+    }
+
+    /// Someone removed directories that this handle knows to exist.
+    #[test]
+    fn removed_directories_are_made_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = FileStore::new(dir.path().join("s")).unwrap();
+        for (i, removed) in ["s/a", "s/tmp", "s"].into_iter().enumerate() {
+            store
+                .put(&Key::new("a/first").unwrap(), b"1", PutMode::Overwrite)
+                .unwrap();
+            fs::remove_dir_all(dir.path().join(removed)).unwrap();
+            let key = Key::new(&format!("a/{i}")).unwrap();
+            store.put(&key, b"2", PutMode::IfAbsent).unwrap();
+            assert_eq!(store.get(&key, 1).unwrap().as_deref(), Some(&b"2"[..]));
+        }
     }
 }

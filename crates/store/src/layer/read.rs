@@ -139,7 +139,7 @@ impl LayerStore {
         }
         let raw_len = usize::try_from(frame.raw_len)
             .map_err(|_| bad("this frame does not fit into memory".to_owned()))?;
-        decompress_frame(frame.codec, stored.to_vec(), raw_len).map_err(|e| bad(e.to_string()))
+        decompress_frame(frame.codec, stored, raw_len).map_err(|e| bad(e.to_string()))
     }
 
     /// Checks a chunk's bytes against its extent of the map.
