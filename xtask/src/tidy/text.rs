@@ -6,13 +6,18 @@ use std::path::Path;
 const MAX_LINES: usize = 800;
 
 /// Unfinished or unwatched code. Halves are joined so that this file holds none of them.
-const FORBIDDEN_CODE: [&str; 5] = [
+const FORBIDDEN_CODE: [&str; 4] = [
     concat!("to", "do!"),
     concat!("unimple", "mented!"),
     concat!("db", "g!("),
-    concat!("#[ig", "nore"),
     concat!("#![allow(warn", "ings"),
 ];
+
+/// An attribute that keeps a test from running, and the only reasons for it: it is no test but a
+/// program that a test starts, or that a developer runs to make golden files.
+const IGNORE: &str = concat!("#[ig", "nore");
+const CHILD: &str = " = \"a child process of another test\"]";
+const GENERATOR: &str = " = \"writes files for committing\"]";
 
 /// Hosts of package registries: what to fetch from is the machine's setting, not ours.
 const FORBIDDEN_HOSTS: [&str; 7] = [
@@ -98,6 +103,13 @@ fn source(name: &str, content: &str, breaches: &mut Vec<String>) {
                 breaches.push(format!("{name}:{number}: {word} is not allowed"));
             }
         }
+        if let Some((_, reason)) = line.split_once(IGNORE)
+            && ![CHILD, GENERATOR].contains(&reason)
+        {
+            breaches.push(format!(
+                "{name}:{number}: a test must run, or say why with skip!"
+            ));
+        }
         if !name.starts_with("crates/sys/") && is_unsafe(line) {
             breaches.push(format!(
                 "{name}:{number}: unsafe code belongs in crates/sys"
@@ -146,6 +158,14 @@ mod tests {
             );
         }
         assert!(breaches("crates/sys/src/x.rs", &unsafe_line).is_empty());
+        for (reason, count) in [("]", 1), (" = \"slow\"]", 1), (CHILD, 0), (GENERATOR, 0)] {
+            let content = format!("//! H\n{IGNORE}{reason}\nfn f() {{}}");
+            assert_eq!(
+                breaches("crates/a/tests/x.rs", &content).len(),
+                count,
+                "{reason}"
+            );
+        }
     }
 
     #[test]
