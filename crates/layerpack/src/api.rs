@@ -39,7 +39,9 @@ pub(crate) fn stack_path(lease: &str) -> String {
 /// Whether a lease's id can stand in a path as it is: 1 to 64 letters, digits, `-`, `_` and `.`.
 pub(crate) fn valid_lease(id: &str) -> bool {
     (1..=64).contains(&id.len())
-        && id.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.'))
+        && id
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.'))
         && !id.starts_with('.')
 }
 

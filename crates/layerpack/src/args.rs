@@ -30,7 +30,13 @@ pub(crate) struct Cli {
 #[derive(Debug, Clone, Args)]
 pub(crate) struct Global {
     /// Where layers live: a directory or file:// URL [default: ROOT/store]
-    #[arg(long, global = true, env = "LAYERPACK_STORE", value_name = "URL", hide_env_values = true)]
+    #[arg(
+        long,
+        global = true,
+        env = "LAYERPACK_STORE",
+        value_name = "URL",
+        hide_env_values = true
+    )]
     pub(crate) store: Option<String>,
     /// Directory of this node's state: cache, mounts, sandboxes, daemon socket
     #[arg(long, global = true, env = "LAYERPACK_ROOT", value_name = "DIR", default_value = DEFAULT_ROOT)]
@@ -104,7 +110,12 @@ pub(crate) struct BuildArgs {
     #[arg(long, value_name = "OS/ARCH")]
     pub(crate) platform: Option<String>,
     /// Clamp times that are later than this many seconds since 1970
-    #[arg(long, env = "SOURCE_DATE_EPOCH", value_name = "SECONDS", allow_negative_numbers = true)]
+    #[arg(
+        long,
+        env = "SOURCE_DATE_EPOCH",
+        value_name = "SECONDS",
+        allow_negative_numbers = true
+    )]
     pub(crate) source_date_epoch: Option<i64>,
     /// Compression level of new data; does not change the layer's identity
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(i32).range(1..=19))]
@@ -304,7 +315,12 @@ pub(crate) struct SandboxExecArgs {
     /// Id or name
     pub(crate) sandbox: String,
     /// Command and arguments
-    #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true, value_name = "CMD")]
+    #[arg(
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        required = true,
+        value_name = "CMD"
+    )]
     pub(crate) command: Vec<OsString>,
 }
 

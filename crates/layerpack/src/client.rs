@@ -73,9 +73,14 @@ pub(crate) struct Client {
 impl Client {
     /// A client of the node at `root`; connects on each call only.
     pub(crate) fn new(root: &Path) -> anyhow::Result<Self> {
-        let runtime =
-            tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot start the client")?;
-        Ok(Self { root: root.to_owned(), runtime })
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .context("cannot start the client")?;
+        Ok(Self {
+            root: root.to_owned(),
+            runtime,
+        })
     }
 
     /// Who answers.
@@ -89,7 +94,10 @@ impl Client {
     }
 
     /// Mounts a stack of layers and takes a lease on it.
-    pub(crate) fn stack_up(&self, request: &api::StackRequest) -> Result<api::StackReply, ClientError> {
+    pub(crate) fn stack_up(
+        &self,
+        request: &api::StackRequest,
+    ) -> Result<api::StackReply, ClientError> {
         self.call(Method::POST, api::STACKS, Some(request), PATIENT)
     }
 
@@ -100,7 +108,12 @@ impl Client {
 
     /// Ends the daemon.
     pub(crate) fn stop(&self, force: bool) -> Result<api::Stopping, ClientError> {
-        self.call(Method::POST, api::STOP, Some(&api::StopRequest { force }), PATIENT)
+        self.call(
+            Method::POST,
+            api::STOP,
+            Some(&api::StopRequest { force }),
+            PATIENT,
+        )
     }
 
     fn call<B: Serialize, R: DeserializeOwned>(
@@ -136,7 +149,9 @@ impl Client {
                 return serde_json::from_slice(&reply).map_err(|e| lost(e.into()));
             }
             match serde_json::from_slice::<api::ErrorReply>(&reply) {
-                Ok(refusal) => Err(ClientError::Refused { message: refusal.error.message }),
+                Ok(refusal) => Err(ClientError::Refused {
+                    message: refusal.error.message,
+                }),
                 Err(_) => Err(lost(anyhow::anyhow!("status {status} without a reason"))),
             }
         })
@@ -144,23 +159,37 @@ impl Client {
 
     async fn connect(&self) -> Result<UnixStream, ClientError> {
         let socket = api::socket_path(&self.root);
-        let absent = |e: &io::Error| matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
+        let absent = |e: &io::Error| {
+            matches!(
+                e.kind(),
+                io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
+            )
+        };
         let connected = match Address::of(&self.root) {
             Ok(address) => UnixStream::connect(address.path()).await,
             Err(e) => Err(e),
         };
         connected.map_err(|source| {
             if absent(&source) {
-                ClientError::NotRunning { root: self.root.display().to_string() }
+                ClientError::NotRunning {
+                    root: self.root.display().to_string(),
+                }
             } else {
-                ClientError::Connect { socket: socket.display().to_string(), source }
+                ClientError::Connect {
+                    socket: socket.display().to_string(),
+                    source,
+                }
             }
         })
     }
 }
 
-async fn exchange(stream: UnixStream, request: Request<Full<Bytes>>) -> anyhow::Result<(StatusCode, Bytes)> {
-    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
+async fn exchange(
+    stream: UnixStream,
+    request: Request<Full<Bytes>>,
+) -> anyhow::Result<(StatusCode, Bytes)> {
+    let (mut sender, connection) =
+        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
     // The driver ends by itself when `sender` and the body are dropped.
     let driver = tokio::spawn(connection);
     let response = sender.send_request(request).await?;

@@ -31,7 +31,9 @@ pub(crate) fn main() -> ExitCode {
     let cli = Cli::parse();
     let format = cli.global.output;
     logging::start(cli.global.verbose, is_daemon(&cli.command));
-    let outcome = Context::new(&cli.global).map_err(Failure::from).and_then(|context| dispatch(&context, cli.command));
+    let outcome = Context::new(&cli.global)
+        .map_err(Failure::from)
+        .and_then(|context| dispatch(&context, cli.command));
     match outcome {
         Ok(code) => code,
         Err(failure) => failure.report(format),

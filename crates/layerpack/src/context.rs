@@ -25,16 +25,26 @@ impl Context {
     /// directory.
     pub(crate) fn new(global: &Global) -> anyhow::Result<Self> {
         if global.root.as_os_str().is_empty() {
-            bail!("the node root is empty: set --root or LAYERPACK_ROOT to a directory, or leave both unset");
+            bail!(
+                "the node root is empty: set --root or LAYERPACK_ROOT to a directory, or leave both unset"
+            );
         }
         let root = std::path::absolute(&global.root)
             .with_context(|| format!("cannot resolve --root {}", global.root.display()))?;
         let store_url = match global.store.as_deref() {
             None | Some("") => default_store(&root)?,
             Some(url) if url.contains("://") => url.to_owned(),
-            Some(path) => file_url(&std::path::absolute(path).with_context(|| format!("cannot resolve --store {path}"))?)?,
+            Some(path) => file_url(
+                &std::path::absolute(path)
+                    .with_context(|| format!("cannot resolve --store {path}"))?,
+            )?,
         };
-        Ok(Self { format: global.output, quiet: global.quiet, root, store_url })
+        Ok(Self {
+            format: global.output,
+            quiet: global.quiet,
+            root,
+            store_url,
+        })
     }
 
     /// The node's root directory, absolute.
@@ -80,9 +90,12 @@ pub(crate) fn prepare_root(root: &Path) -> anyhow::Result<()> {
         fs_err::create_dir_all(parent)?;
     }
     match std::fs::DirBuilder::new().mode(0o700).create(root) {
-        Err(e) if e.kind() != std::io::ErrorKind::AlreadyExists => {
-            Err(e).with_context(|| format!("cannot create the node root {} (choose another with --root)", root.display()))
-        }
+        Err(e) if e.kind() != std::io::ErrorKind::AlreadyExists => Err(e).with_context(|| {
+            format!(
+                "cannot create the node root {} (choose another with --root)",
+                root.display()
+            )
+        }),
         _ => Ok(()),
     }
 }
@@ -94,6 +107,9 @@ fn default_store(root: &Path) -> anyhow::Result<String> {
 fn file_url(path: &Path) -> anyhow::Result<String> {
     match path.to_str() {
         Some(path) => Ok(format!("file://{path}")),
-        None => bail!("the store's path {} is not UTF-8: choose another with --store", path.display()),
+        None => bail!(
+            "the store's path {} is not UTF-8: choose another with --store",
+            path.display()
+        ),
     }
 }

@@ -14,9 +14,9 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
+use axum::Router;
 use axum::extract::DefaultBodyLimit;
 use axum::routing::{delete, get, post};
-use axum::Router;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Notify;
 
@@ -33,7 +33,9 @@ const WORKERS: usize = 32;
 /// # Errors
 /// When the root belongs to a running daemon, or the node cannot be started on this machine.
 pub(crate) fn run(root: &Path) -> anyhow::Result<()> {
-    let node = layerpack_layerfs::Node::start(layerpack_layerfs::NodeConfig::recommended(root.to_owned()))?;
+    let node = layerpack_layerfs::Node::start(layerpack_layerfs::NodeConfig::recommended(
+        root.to_owned(),
+    ))?;
     prune::at_start(&node, root);
     let served = serve(root, Arc::clone(&node));
     // Whatever ended the serving, nothing may stay mounted. After a stop by the API this finds
@@ -54,7 +56,9 @@ fn serve(root: &Path, node: Arc<layerpack_layerfs::Node>) -> anyhow::Result<()> 
         version: env!("CARGO_PKG_VERSION").to_owned(),
         pid: std::process::id(),
         root: root.to_owned(),
-        started: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
+        started: SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |d| d.as_secs()),
         mount_namespace: client::mount_namespace()?,
     };
     let runtime = tokio::runtime::Builder::new_multi_thread()

@@ -24,19 +24,29 @@ pub(crate) struct Failure {
 
 impl<E: Into<anyhow::Error>> From<E> for Failure {
     fn from(error: E) -> Self {
-        Self { code: FAILED, error: error.into() }
+        Self {
+            code: FAILED,
+            error: error.into(),
+        }
     }
 }
 
 impl Failure {
     /// A failed launch, with the code that says whether the command or layerpack is to blame.
     pub(crate) fn of_runtime(error: RuntimeError) -> Self {
-        Self { code: error.exit_code(), error: error.into() }
+        Self {
+            code: error.exit_code(),
+            error: error.into(),
+        }
     }
 
     /// The same failure with another exit code, unless it has one of its own.
     pub(crate) fn or_code(self, code: u8) -> Self {
-        if self.code == FAILED { Self { code, ..self } } else { self }
+        if self.code == FAILED {
+            Self { code, ..self }
+        } else {
+            self
+        }
     }
 
     /// Prints the failure and gives the exit code.
@@ -48,7 +58,9 @@ impl Failure {
         match format {
             Format::Text => note(&format!("error: {message}")),
             Format::Json => {
-                let document = ErrorDocument { error: ErrorText { message: &message } };
+                let document = ErrorDocument {
+                    error: ErrorText { message: &message },
+                };
                 note(&serde_json::to_string(&document).unwrap_or(message.clone()));
             }
         }
@@ -84,7 +96,9 @@ pub(crate) fn one_line(error: &anyhow::Error) -> String {
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    error.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
+    error
+        .downcast_ref::<io::Error>()
+        .is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
 }
 
 #[cfg(test)]
@@ -94,12 +108,20 @@ mod tests {
     #[test]
     fn causes_are_joined_once() {
         let cause = anyhow::anyhow!("no such file");
-        let error = cause.context("cannot open x: no such file").context("building base/a:1");
-        assert_eq!(one_line(&error), "building base/a:1: cannot open x: no such file");
+        let error = cause
+            .context("cannot open x: no such file")
+            .context("building base/a:1");
+        assert_eq!(
+            one_line(&error),
+            "building base/a:1: cannot open x: no such file"
+        );
     }
 
     #[test]
     fn an_error_is_one_line() {
-        assert_eq!(one_line(&anyhow::anyhow!("bad name a\nb")), "bad name a\\nb");
+        assert_eq!(
+            one_line(&anyhow::anyhow!("bad name a\nb")),
+            "bad name a\\nb"
+        );
     }
 }

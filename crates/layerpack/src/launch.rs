@@ -63,13 +63,24 @@ impl SandboxLease {
         // Before anything is mounted: what is wrong with the options is wrong without layers too.
         let mut spec = specification(id, shape, &layers)?;
         let client = context.daemon("running a sandbox")?;
-        let lease = Self { root: context.root().to_owned(), id: spec.id.to_string(), kept: false };
+        let lease = Self {
+            root: context.root().to_owned(),
+            id: spec.id.to_string(),
+            kept: false,
+        };
         let owner = if watched { "run" } else { "sandbox" }.to_owned();
         let pid = watched.then(std::process::id);
         let request = StackRequest {
             store: context.store_url().to_owned(),
-            layers: layers.iter().map(|layer| layer.digest.to_string()).collect(),
-            lease: LeaseSpec { id: lease.id.clone(), owner, pid },
+            layers: layers
+                .iter()
+                .map(|layer| layer.digest.to_string())
+                .collect(),
+            lease: LeaseSpec {
+                id: lease.id.clone(),
+                owner,
+                pid,
+            },
         };
         spec.lowers = client.stack_up(&request)?.lowers;
         spec.lease = Some(lease.id.clone());
@@ -100,7 +111,11 @@ pub(crate) fn release(root: &Path, lease: &str) -> anyhow::Result<()> {
     }
 }
 
-fn specification(id: SandboxId, shape: &ShapeArgs, layers: &[StackLayer]) -> anyhow::Result<SandboxSpec> {
+fn specification(
+    id: SandboxId,
+    shape: &ShapeArgs,
+    layers: &[StackLayer],
+) -> anyhow::Result<SandboxSpec> {
     Ok(SandboxSpec {
         id,
         name: shape.name.as_deref().map(str::parse).transpose()?,
@@ -122,7 +137,10 @@ fn specification(id: SandboxId, shape: &ShapeArgs, layers: &[StackLayer]) -> any
             NetworkArg::None => Network::None,
             NetworkArg::Host => Network::Host,
         },
-        id_map: IdMap { base: ID_BASE, count: ID_COUNT },
+        id_map: IdMap {
+            base: ID_BASE,
+            count: ID_COUNT,
+        },
         read_only: false,
         no_new_privileges: false,
         env: Vec::new(),
@@ -132,25 +150,46 @@ fn specification(id: SandboxId, shape: &ShapeArgs, layers: &[StackLayer]) -> any
 }
 
 /// Records the default user and directory of a lasting sandbox's commands.
-pub(crate) fn set_defaults(spec: &mut SandboxSpec, user: Option<String>, workdir: Option<&Path>) -> anyhow::Result<()> {
+pub(crate) fn set_defaults(
+    spec: &mut SandboxSpec,
+    user: Option<String>,
+    workdir: Option<&Path>,
+) -> anyhow::Result<()> {
     if let Some(user) = user {
         spec.labels.insert(USER_LABEL.to_owned(), user);
     }
     if let Some(workdir) = workdir {
-        let Some(text) = workdir.to_str() else { bail!("the working directory {} is not UTF-8", workdir.display()) };
-        spec.labels.insert(WORKDIR_LABEL.to_owned(), text.to_owned());
+        let Some(text) = workdir.to_str() else {
+            bail!("the working directory {} is not UTF-8", workdir.display())
+        };
+        spec.labels
+            .insert(WORKDIR_LABEL.to_owned(), text.to_owned());
     }
     Ok(())
 }
 
 /// A command with the options given for it, else the sandbox's defaults.
-pub(crate) fn command(argv: Vec<OsString>, process: &ProcessArgs, defaults: &BTreeMap<String, String>) -> anyhow::Result<ExecSpec> {
+pub(crate) fn command(
+    argv: Vec<OsString>,
+    process: &ProcessArgs,
+    defaults: &BTreeMap<String, String>,
+) -> anyhow::Result<ExecSpec> {
     Ok(ExecSpec {
         argv,
         env: environment(&process.env)?,
-        cwd: process.workdir.clone().or_else(|| defaults.get(WORKDIR_LABEL).map(PathBuf::from)),
-        user: process.user.clone().or_else(|| defaults.get(USER_LABEL).cloned()),
-        terminal: if process.tty { Some(terminal(process.interactive)?) } else { None },
+        cwd: process
+            .workdir
+            .clone()
+            .or_else(|| defaults.get(WORKDIR_LABEL).map(PathBuf::from)),
+        user: process
+            .user
+            .clone()
+            .or_else(|| defaults.get(USER_LABEL).cloned()),
+        terminal: if process.tty {
+            Some(terminal(process.interactive)?)
+        } else {
+            None
+        },
         timeout: None,
         forward_signals: true,
     })
@@ -182,8 +221,14 @@ fn terminal(interactive: bool) -> anyhow::Result<Terminal> {
     let size = rustix::termios::tcgetwinsize(std::io::stdin())
         .or_else(|_| rustix::termios::tcgetwinsize(std::io::stdout()));
     Ok(match size {
-        Ok(size) if size.ws_row > 0 && size.ws_col > 0 => Terminal { rows: size.ws_row, columns: size.ws_col },
-        _ => Terminal { rows: 24, columns: 80 },
+        Ok(size) if size.ws_row > 0 && size.ws_col > 0 => Terminal {
+            rows: size.ws_row,
+            columns: size.ws_col,
+        },
+        _ => Terminal {
+            rows: 24,
+            columns: 80,
+        },
     })
 }
 
@@ -193,10 +238,16 @@ mod tests {
 
     #[test]
     fn variables_are_read_as_docker_reads_them() {
-        let given = ["A=1".to_owned(), "B=".to_owned(), "C=x=y".to_owned(), "LAYERPACK_TEST_UNSET_VARIABLE".to_owned()];
+        let given = [
+            "A=1".to_owned(),
+            "B=".to_owned(),
+            "C=x=y".to_owned(),
+            "LAYERPACK_TEST_UNSET_VARIABLE".to_owned(),
+        ];
         let read = environment(&given).unwrap();
-        let expected: Vec<(OsString, OsString)> =
-            [("A", "1"), ("B", ""), ("C", "x=y")].map(|(k, v)| (k.into(), v.into())).into();
+        let expected: Vec<(OsString, OsString)> = [("A", "1"), ("B", ""), ("C", "x=y")]
+            .map(|(k, v)| (k.into(), v.into()))
+            .into();
         assert_eq!(read, expected);
         assert!(environment(&["=x".to_owned()]).is_err());
     }

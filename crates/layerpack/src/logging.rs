@@ -15,10 +15,18 @@ pub(crate) fn start(verbose: u8, daemon: bool) {
         _ => "trace",
     };
     // Our own crates only: at `trace` the HTTP stack would drown them.
-    let default = format!("warn,layerpack={level},layerpack_store={level},layerpack_packer={level},layerpack_layerfs={level},layerpack_runtime={level},layerpack_sys={level}");
+    let default = format!(
+        "warn,layerpack={level},layerpack_store={level},layerpack_packer={level},layerpack_layerfs={level},layerpack_runtime={level},layerpack_sys={level}"
+    );
     let filter = EnvFilter::try_from_env(VARIABLE).unwrap_or_else(|_| EnvFilter::new(default));
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    let started = if daemon { builder.with_ansi(false).try_init() } else { builder.without_time().with_ansi(false).try_init() };
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr);
+    let started = if daemon {
+        builder.with_ansi(false).try_init()
+    } else {
+        builder.without_time().with_ansi(false).try_init()
+    };
     if started.is_err() {
         tracing::debug!("logging was already started");
     }

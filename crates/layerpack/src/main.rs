@@ -40,7 +40,10 @@ const INIT_NAME: &str = "layerpack-init";
 fn main() -> ExitCode {
     // Before anything else: a sandbox's init must not parse arguments, read the environment or
     // start threads.
-    if std::env::args_os().next().is_some_and(|name| name == INIT_NAME) {
+    if std::env::args_os()
+        .next()
+        .is_some_and(|name| name == INIT_NAME)
+    {
         layerpack_runtime::init_main();
     }
     commands::main()

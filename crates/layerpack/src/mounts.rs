@@ -42,17 +42,28 @@ impl Place {
     pub(crate) fn of(root: &Path, directory: &Path) -> Self {
         let digest = Digest::of(directory.as_os_str().as_bytes()).hex();
         let lease = format!("mount-{}", digest.get(..16).unwrap_or(&digest));
-        Self { path: root.join("mounts").join(&lease), lease }
+        Self {
+            path: root.join("mounts").join(&lease),
+            lease,
+        }
     }
 
     /// The place that a lease belongs to, by the lease's id.
     pub(crate) fn of_lease(root: &Path, lease: &str) -> Self {
-        Self { path: root.join("mounts").join(lease), lease: lease.to_owned() }
+        Self {
+            path: root.join("mounts").join(lease),
+            lease: lease.to_owned(),
+        }
     }
 
     /// How long ago it was claimed; `None` when it is not, or its clock cannot be read.
     pub(crate) fn age(&self) -> Option<Duration> {
-        fs_err::metadata(&self.path).ok()?.modified().ok()?.elapsed().ok()
+        fs_err::metadata(&self.path)
+            .ok()?
+            .modified()
+            .ok()?
+            .elapsed()
+            .ok()
     }
 
     /// Id of the lease that the mount holds.
@@ -69,7 +80,12 @@ impl Place {
     ///
     /// # Errors
     /// `AlreadyExists` in the chain when it is claimed already.
-    pub(crate) fn claim(&self, directory: &Path, layers: Vec<String>, writable: bool) -> anyhow::Result<()> {
+    pub(crate) fn claim(
+        &self,
+        directory: &Path,
+        layers: Vec<String>,
+        writable: bool,
+    ) -> anyhow::Result<()> {
         if let Some(parent) = self.path.parent() {
             fs_err::create_dir_all(parent)?;
         }
@@ -77,7 +93,12 @@ impl Place {
             .mode(0o700)
             .create(&self.path)
             .with_context(|| format!("cannot create {}", self.path.display()))?;
-        let record = Record { format: FORMAT, directory: directory.to_owned(), layers, writable };
+        let record = Record {
+            format: FORMAT,
+            directory: directory.to_owned(),
+            layers,
+            writable,
+        };
         let written = self.fill(&record);
         if written.is_err() {
             let _ = self.remove();
@@ -86,7 +107,10 @@ impl Place {
     }
 
     fn fill(&self, record: &Record) -> anyhow::Result<()> {
-        fs_err::write(self.path.join("record.json"), serde_json::to_vec_pretty(record)?)?;
+        fs_err::write(
+            self.path.join("record.json"),
+            serde_json::to_vec_pretty(record)?,
+        )?;
         if record.writable {
             let (upper, work) = self.upper_and_work();
             fs_err::create_dir(upper)?;
@@ -104,10 +128,18 @@ impl Place {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(e.into()),
         };
-        let record: Record = serde_json::from_slice(&bytes)
-            .with_context(|| format!("{} is damaged: delete its directory after `umount`", path.display()))?;
+        let record: Record = serde_json::from_slice(&bytes).with_context(|| {
+            format!(
+                "{} is damaged: delete its directory after `umount`",
+                path.display()
+            )
+        })?;
         if record.format != FORMAT {
-            bail!("{} was written by another version of layerpack (format {})", path.display(), record.format);
+            bail!(
+                "{} was written by another version of layerpack (format {})",
+                path.display(),
+                record.format
+            );
         }
         Ok(Some(record))
     }
@@ -132,8 +164,12 @@ mod tests {
         let place = Place::of(root.path(), directory);
         assert!(crate::api::valid_lease(place.lease()));
         assert_eq!(place.record().unwrap(), None);
-        place.claim(directory, vec!["base/a:1".into()], true).unwrap();
-        let again = place.claim(directory, vec!["base/b:1".into()], true).unwrap_err();
+        place
+            .claim(directory, vec!["base/a:1".into()], true)
+            .unwrap();
+        let again = place
+            .claim(directory, vec!["base/b:1".into()], true)
+            .unwrap_err();
         assert!(format!("{again:#}").contains("mounts"), "{again:#}");
         let record = place.record().unwrap().unwrap();
         assert_eq!(record.layers, ["base/a:1"]);
@@ -146,6 +182,9 @@ mod tests {
     #[test]
     fn places_differ_by_directory() {
         let root = Path::new("/r");
-        assert_ne!(Place::of(root, Path::new("/a")).lease(), Place::of(root, Path::new("/b")).lease());
+        assert_ne!(
+            Place::of(root, Path::new("/a")).lease(),
+            Place::of(root, Path::new("/b")).lease()
+        );
     }
 }

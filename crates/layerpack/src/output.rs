@@ -47,19 +47,29 @@ pub(crate) struct Table {
 impl Table {
     /// A table with these column titles.
     pub(crate) fn new(titles: &[&str]) -> Self {
-        Self { rows: vec![titles.iter().map(|t| (*t).to_owned()).collect()] }
+        Self {
+            rows: vec![titles.iter().map(|t| (*t).to_owned()).collect()],
+        }
     }
 
     /// Adds a row; its cells are made safe for a terminal.
     pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = String>) {
-        self.rows.push(cells.into_iter().map(|c| printable(&c)).collect());
+        self.rows
+            .push(cells.into_iter().map(|c| printable(&c)).collect());
     }
 
     /// Writes title and rows.
     pub(crate) fn write(&self, out: &mut dyn Write) -> io::Result<()> {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
         let widths: Vec<usize> = (0..columns)
-            .map(|c| self.rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0))
+            .map(|c| {
+                self.rows
+                    .iter()
+                    .filter_map(|r| r.get(c))
+                    .map(|s| s.chars().count())
+                    .max()
+                    .unwrap_or(0)
+            })
             .collect();
         for row in &self.rows {
             let mut line = String::new();
@@ -77,7 +87,11 @@ impl Table {
 pub(crate) fn printable(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     for c in text.chars() {
-        if c.is_control() { safe.extend(c.escape_default()) } else { safe.push(c) }
+        if c.is_control() {
+            safe.extend(c.escape_default())
+        } else {
+            safe.push(c)
+        }
     }
     safe
 }
@@ -104,7 +118,10 @@ mod tests {
         table.row(["wide cell".to_owned(), "x".to_owned()]);
         let mut out = Vec::new();
         table.write(&mut out).unwrap();
-        assert_eq!(String::from_utf8(out).unwrap(), "A          LONGER\nwide cell  x\n");
+        assert_eq!(
+            String::from_utf8(out).unwrap(),
+            "A          LONGER\nwide cell  x\n"
+        );
     }
 
     #[test]

@@ -55,8 +55,17 @@ impl Reporter {
         } else {
             Sink::Plain
         };
-        let state = State { phase: printable(title), path: String::new(), shown: Instant::now() };
-        Self { sink, entries: AtomicU64::new(0), bytes: AtomicU64::new(0), state: Mutex::new(state) }
+        let state = State {
+            phase: printable(title),
+            path: String::new(),
+            shown: Instant::now(),
+        };
+        Self {
+            sink,
+            entries: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+            state: Mutex::new(state),
+        }
     }
 
     /// Takes the live line away; called once the work is over, well or not.
@@ -80,7 +89,9 @@ impl Reporter {
             Sink::Silent => return,
         };
         // Another thread that shows something right now makes this call superfluous.
-        let Ok(mut state) = self.state.try_lock() else { return };
+        let Ok(mut state) = self.state.try_lock() else {
+            return;
+        };
         if state.shown.elapsed() < pause {
             return;
         }
@@ -90,7 +101,12 @@ impl Reporter {
         }
         match &self.sink {
             Sink::Live(bar) => {
-                bar.set_message(format!("{}: {}  {}", state.phase, self.counts(), state.path));
+                bar.set_message(format!(
+                    "{}: {}  {}",
+                    state.phase,
+                    self.counts(),
+                    state.path
+                ));
                 bar.tick();
             }
             Sink::Plain => note(&format!("{}: {}", state.phase, self.counts())),

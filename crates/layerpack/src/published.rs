@@ -77,10 +77,16 @@ impl Published {
                 counts.directories,
                 human_bytes(counts.bytes),
                 human_bytes(self.store.new_bytes),
-                if self.created { "" } else { ", already published" },
+                if self.created {
+                    ""
+                } else {
+                    ", already published"
+                },
             ));
         }
-        print(context.format, self, |out| writeln!(out, "{} {}", self.reference, self.digest))
+        print(context.format, self, |out| {
+            writeln!(out, "{} {}", self.reference, self.digest)
+        })
     }
 }
 

@@ -23,8 +23,9 @@ const MAX_LAYERS: usize = 400;
 
 /// Parses a reference; the error says what one looks like.
 pub(crate) fn parse_reference(text: &str) -> anyhow::Result<Reference> {
-    text.parse::<Reference>()
-        .with_context(|| format!("{text:?} is no reference: write KIND/NAME:VERSION, such as base/debian:12"))
+    text.parse::<Reference>().with_context(|| {
+        format!("{text:?} is no reference: write KIND/NAME:VERSION, such as base/debian:12")
+    })
 }
 
 /// Resolves references, bottom first.
@@ -32,12 +33,19 @@ pub(crate) fn parse_reference(text: &str) -> anyhow::Result<Reference> {
 /// # Errors
 /// When a reference cannot be read or is unknown, a layer occurs twice, or a diff's parent is no
 /// longer in the store.
-pub(crate) fn resolve(store: &LayerStore, references: &[String]) -> anyhow::Result<Vec<StackLayer>> {
+pub(crate) fn resolve(
+    store: &LayerStore,
+    references: &[String],
+) -> anyhow::Result<Vec<StackLayer>> {
     let mut given = Vec::with_capacity(references.len());
     for text in references {
         let reference = parse_reference(text)?;
         let (digest, manifest) = store.load(&reference)?;
-        given.push(StackLayer { name: reference.to_string(), digest, manifest });
+        given.push(StackLayer {
+            name: reference.to_string(),
+            digest,
+            manifest,
+        });
     }
     let mut stack = match given.first() {
         Some(first) if first.manifest.kind == Kind::Diff => parents(store, first)?,
@@ -45,11 +53,21 @@ pub(crate) fn resolve(store: &LayerStore, references: &[String]) -> anyhow::Resu
     };
     stack.append(&mut given);
     if stack.len() > MAX_LAYERS {
-        bail!("a stack of {} layers is too high: {MAX_LAYERS} is the limit, merge some first", stack.len());
+        bail!(
+            "a stack of {} layers is too high: {MAX_LAYERS} is the limit, merge some first",
+            stack.len()
+        );
     }
     for (i, layer) in stack.iter().enumerate() {
-        if stack.iter().take(i).any(|other| other.digest == layer.digest) {
-            bail!("{} is in the stack twice: name each layer once (a leading diff brings its parents along)", layer.name);
+        if stack
+            .iter()
+            .take(i)
+            .any(|other| other.digest == layer.digest)
+        {
+            bail!(
+                "{} is in the stack twice: name each layer once (a leading diff brings its parents along)",
+                layer.name
+            );
         }
     }
     Ok(stack)
@@ -58,11 +76,18 @@ pub(crate) fn resolve(store: &LayerStore, references: &[String]) -> anyhow::Resu
 fn parents(store: &LayerStore, diff: &StackLayer) -> anyhow::Result<Vec<StackLayer>> {
     let mut layers = Vec::with_capacity(diff.manifest.parents.len());
     for parent in &diff.manifest.parents {
-        let name = parent.reference.as_ref().map_or_else(|| parent.manifest.to_string(), ToString::to_string);
+        let name = parent
+            .reference
+            .as_ref()
+            .map_or_else(|| parent.manifest.to_string(), ToString::to_string);
         let manifest = store
             .manifest(&parent.manifest)
             .with_context(|| format!("{} was made on {name}, which cannot be read", diff.name))?;
-        layers.push(StackLayer { name, digest: parent.manifest, manifest });
+        layers.push(StackLayer {
+            name,
+            digest: parent.manifest,
+            manifest,
+        });
     }
     Ok(layers)
 }

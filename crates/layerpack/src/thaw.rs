@@ -31,7 +31,11 @@ impl Thaw {
         // Registered here, so that no signal is missed once this returns.
         let (mut interrupt, mut terminate, mut hangup) = {
             let _inside = runtime.enter();
-            (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?, signal(SignalKind::hangup())?)
+            (
+                signal(SignalKind::interrupt())?,
+                signal(SignalKind::terminate())?,
+                signal(SignalKind::hangup())?,
+            )
         };
         let shared = Arc::clone(&guard);
         std::thread::Builder::new()

@@ -10,7 +10,8 @@ impl FromStr for Bytes {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("{text:?} is not a size: write a number and k, m, g or t, such as 512m");
+        let wrong =
+            || format!("{text:?} is not a size: write a number and k, m, g or t, such as 512m");
         let lower = text.to_ascii_lowercase();
         let digits = lower.trim_end_matches(|c: char| c.is_ascii_alphabetic());
         let unit = lower.get(digits.len()..).unwrap_or_default();
@@ -28,7 +29,11 @@ impl FromStr for Bytes {
             .checked_mul(unit)
             .and_then(|b| b.checked_add(u64::from(thousandths) * unit / 1000))
             .ok_or_else(wrong)?;
-        if bytes == 0 { Err(wrong()) } else { Ok(Self(bytes)) }
+        if bytes == 0 {
+            Err(wrong())
+        } else {
+            Ok(Self(bytes))
+        }
     }
 }
 
@@ -43,9 +48,16 @@ impl FromStr for Cpus {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("{text:?} is not a number of processors: write one such as 2 or 0.5, at least 0.01");
+        let wrong = || {
+            format!(
+                "{text:?} is not a number of processors: write one such as 2 or 0.5, at least 0.01"
+            )
+        };
         let (whole, thousandths) = decimal(text).ok_or_else(wrong)?;
-        match whole.checked_mul(1000).and_then(|m| m.checked_add(u64::from(thousandths))) {
+        match whole
+            .checked_mul(1000)
+            .and_then(|m| m.checked_add(u64::from(thousandths)))
+        {
             Some(milli) if milli >= 10 => Ok(Self { milli }),
             _ => Err(wrong()),
         }
@@ -104,12 +116,27 @@ mod tests {
 
     #[test]
     fn sizes_are_read_as_docker_reads_them() {
-        for (text, bytes) in
-            [("1", 1), ("1b", 1), ("4k", 4096), ("512m", 512 << 20), ("2G", 2 << 30), ("1.5GiB", 3 << 29)]
-        {
+        for (text, bytes) in [
+            ("1", 1),
+            ("1b", 1),
+            ("4k", 4096),
+            ("512m", 512 << 20),
+            ("2G", 2 << 30),
+            ("1.5GiB", 3 << 29),
+        ] {
             assert_eq!(text.parse(), Ok(Bytes(bytes)), "{text}");
         }
-        for text in ["", "m", "-1", "1x", "1.m", "0", "99999999999t", "1e3", "0x10"] {
+        for text in [
+            "",
+            "m",
+            "-1",
+            "1x",
+            "1.m",
+            "0",
+            "99999999999t",
+            "1e3",
+            "0x10",
+        ] {
             assert!(text.parse::<Bytes>().is_err(), "{text}");
         }
     }

@@ -12,7 +12,18 @@ use support::Node;
 fn build_arguments<'a>(reference: &'a str, from: &'a str) -> Vec<&'a str> {
     let (kind, rest) = reference.split_once('/').unwrap();
     let (name, version) = rest.split_once(':').unwrap();
-    vec!["-q", "build", "--kind", kind, "--name", name, "--version", version, "--from", from]
+    vec![
+        "-q",
+        "build",
+        "--kind",
+        kind,
+        "--name",
+        name,
+        "--version",
+        version,
+        "--from",
+        from,
+    ]
 }
 
 /// All files of a store, by path below it.
@@ -20,7 +31,9 @@ fn objects(store: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut pending = vec![store.to_owned()];
     while let Some(dir) = pending.pop() {
-        let Ok(entries) = fs_err::read_dir(&dir) else { continue };
+        let Ok(entries) = fs_err::read_dir(&dir) else {
+            continue;
+        };
         for entry in entries.flatten() {
             if entry.file_type().unwrap().is_dir() {
                 pending.push(entry.path());
@@ -46,7 +59,10 @@ fn a_missing_source() {
     }
     for from in ["/tmp", "oci:/tmp", "dir:"] {
         let error = node.fails(1, build_arguments("base/a:1", from));
-        assert!(error.contains("dir:PATH") && error.contains("tar:PATH"), "{error}");
+        assert!(
+            error.contains("dir:PATH") && error.contains("tar:PATH"),
+            "{error}"
+        );
     }
     assert!(published(&node).is_empty());
 }
@@ -55,8 +71,15 @@ fn a_missing_source() {
 fn a_source_of_the_wrong_type() {
     let node = Node::new("type");
     let directory = node.scratch.mkdir("directory").unwrap();
-    let file = node.scratch.write("file", "this is no archive, however long one looks at it").unwrap();
-    for from in [format!("tar:{}", directory.display()), format!("dir:{}", file.display()), format!("tar:{}", file.display())] {
+    let file = node
+        .scratch
+        .write("file", "this is no archive, however long one looks at it")
+        .unwrap();
+    for from in [
+        format!("tar:{}", directory.display()),
+        format!("dir:{}", file.display()),
+        format!("tar:{}", file.display()),
+    ] {
         let error = node.fails(1, build_arguments("base/a:1", &from));
         assert!(error.contains(from.split_once(':').unwrap().1), "{error}");
     }
@@ -68,11 +91,45 @@ fn names_that_are_none() {
     let node = Node::new("names");
     let source = node.scratch.mkdir("source").unwrap();
     let from = format!("dir:{}", source.display());
-    for (kind, name, version) in [("image", "a", "1"), ("base", "../a", "1"), ("base", "a", "1/2"), ("base", "", "1"), ("diff", "a", "1")] {
-        let error = node.fails(1, ["build", "--kind", kind, "--name", name, "--version", version, "--from", &from]);
+    for (kind, name, version) in [
+        ("image", "a", "1"),
+        ("base", "../a", "1"),
+        ("base", "a", "1/2"),
+        ("base", "", "1"),
+        ("diff", "a", "1"),
+    ] {
+        let error = node.fails(
+            1,
+            [
+                "build",
+                "--kind",
+                kind,
+                "--name",
+                name,
+                "--version",
+                version,
+                "--from",
+                &from,
+            ],
+        );
         assert!(error.len() > 20, "{error}");
     }
-    let error = node.fails(1, ["build", "--kind", "base", "--name", "a", "--version", "1", "--from", &from, "--label", "nokey"]);
+    let error = node.fails(
+        1,
+        [
+            "build",
+            "--kind",
+            "base",
+            "--name",
+            "a",
+            "--version",
+            "1",
+            "--from",
+            &from,
+            "--label",
+            "nokey",
+        ],
+    );
     assert!(error.contains("KEY=VALUE"), "{error}");
     assert!(published(&node).is_empty());
 }
@@ -94,11 +151,24 @@ fn an_unknown_reference() {
     let mut arguments = build_arguments("toolkit/t:1", "dir:/etc");
     arguments.extend(["--parent", "base/unknown:1"]);
     assert!(node.fails(1, arguments).contains("base/unknown:1"));
-    for text in ["known", "base/known", "base:1", "nokind/known:1", "base/known:1:2/"] {
+    for text in [
+        "known",
+        "base/known",
+        "base:1",
+        "nokind/known:1",
+        "base/known:1:2/",
+    ] {
         let error = node.fails(1, ["inspect", text]);
-        assert!(error.contains("base/debian:12"), "the form of a reference is shown: {error}");
+        assert!(
+            error.contains("base/debian:12"),
+            "the form of a reference is shown: {error}"
+        );
     }
-    assert_eq!(published(&node).len(), 1, "nothing was removed, nothing was added");
+    assert_eq!(
+        published(&node).len(),
+        1,
+        "nothing was removed, nothing was added"
+    );
 }
 
 #[test]
@@ -109,9 +179,18 @@ fn a_version_never_changes() {
     node.scratch.write("one/file", "one").unwrap();
     node.scratch.write("two/file", "two").unwrap();
     let digest = node.build("workspace/w:1", &one, &[]);
-    let error = node.fails(1, build_arguments("workspace/w:1", &format!("dir:{}", two.display())));
-    assert!(error.contains("workspace/w:1") && error.contains(&digest), "{error}");
-    assert_eq!(node.json(["inspect", "workspace/w:1"])[0]["digest"], digest.as_str());
+    let error = node.fails(
+        1,
+        build_arguments("workspace/w:1", &format!("dir:{}", two.display())),
+    );
+    assert!(
+        error.contains("workspace/w:1") && error.contains(&digest),
+        "{error}"
+    );
+    assert_eq!(
+        node.json(["inspect", "workspace/w:1"])[0]["digest"],
+        digest.as_str()
+    );
     assert_eq!(published(&node).len(), 1);
 }
 
@@ -119,7 +198,9 @@ fn a_version_never_changes() {
 fn a_damaged_object_is_found_and_named() {
     let node = Node::new("damage");
     let source = node.scratch.mkdir("source").unwrap();
-    let noise: Vec<u8> = (0..400_000u32).flat_map(|i| i.wrapping_mul(2_654_435_761).to_le_bytes()).collect();
+    let noise: Vec<u8> = (0..400_000u32)
+        .flat_map(|i| i.wrapping_mul(2_654_435_761).to_le_bytes())
+        .collect();
     node.scratch.write("source/noise", noise).unwrap();
     node.build("base/a:1", &source, &[]);
     let all = objects(&node.store());
@@ -140,10 +221,19 @@ fn a_damaged_object_is_found_and_named() {
         for bytes in [bad, short] {
             fs_err::write(&path, bytes).unwrap();
             let output = node.run(["verify", "base/a:1"]);
-            assert_eq!(output.status.code(), Some(1), "{name}: {}", support::describe(&output));
-            let text = String::from_utf8(output.stderr).unwrap() + &String::from_utf8(output.stdout).unwrap();
+            assert_eq!(
+                output.status.code(),
+                Some(1),
+                "{name}: {}",
+                support::describe(&output)
+            );
+            let text = String::from_utf8(output.stderr).unwrap()
+                + &String::from_utf8(output.stdout).unwrap();
             let object = name.rsplit('/').next().unwrap();
-            assert!(text.contains(object) || name.starts_with("refs/"), "{name} is not named: {text}");
+            assert!(
+                text.contains(object) || name.starts_with("refs/"),
+                "{name} is not named: {text}"
+            );
             tried += 1;
         }
         fs_err::write(&path, good).unwrap();
@@ -158,17 +248,29 @@ fn a_store_that_cannot_be_used() {
     let source = node.scratch.mkdir("source").unwrap();
     let from = format!("dir:{}", source.display());
     let file = node.scratch.write("file", "x").unwrap();
-    for store in [format!("{}/store", file.display()), file.display().to_string(), "s3://bucket/x".to_owned(), "file://relative/x".to_owned()] {
+    for store in [
+        format!("{}/store", file.display()),
+        file.display().to_string(),
+        "s3://bucket/x".to_owned(),
+        "file://relative/x".to_owned(),
+    ] {
         let mut arguments = vec!["--store", &store];
         arguments.extend(build_arguments("base/a:1", &from));
         let error = node.fails(1, arguments);
         assert!(error.contains(store.trim_end_matches("/store")), "{error}");
     }
     let newer = node.scratch.mkdir("newer").unwrap();
-    fs_err::write(newer.join("layerpack.json"), r#"{"format":1,"incompat":["time-travel"]}"#).unwrap();
+    fs_err::write(
+        newer.join("layerpack.json"),
+        r#"{"format":1,"incompat":["time-travel"]}"#,
+    )
+    .unwrap();
     let newer = newer.display().to_string();
     let error = node.fails(1, ["--store", &newer, "ls"]);
-    assert!(error.contains("time-travel") || error.contains("newer"), "{error}");
+    assert!(
+        error.contains("time-travel") || error.contains("newer"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -177,5 +279,10 @@ fn errors_can_be_json_too() {
     let output = node.run(["-o", "json", "inspect", "base/unknown:1"]);
     assert_eq!(output.status.code(), Some(1));
     let error: serde_json::Value = serde_json::from_slice(&output.stderr).unwrap();
-    assert!(error["error"]["message"].as_str().unwrap().contains("base/unknown:1"));
+    assert!(
+        error["error"]["message"]
+            .as_str()
+            .unwrap()
+            .contains("base/unknown:1")
+    );
 }

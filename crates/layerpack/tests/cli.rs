@@ -10,9 +10,26 @@ use support::{Node, describe};
 fn every_command_has_help() {
     let node = Node::new("help");
     for command in [
-        &[][..], &["build"], &["ls"], &["inspect"], &["verify"], &["rm"], &["mount"], &["umount"], &["daemon"],
-        &["daemon", "run"], &["daemon", "stop"], &["daemon", "status"], &["doctor"], &["run"], &["sandbox"],
-        &["sandbox", "create"], &["sandbox", "exec"], &["sandbox", "ls"], &["sandbox", "rm"], &["pack-diff"],
+        &[][..],
+        &["build"],
+        &["ls"],
+        &["inspect"],
+        &["verify"],
+        &["rm"],
+        &["mount"],
+        &["umount"],
+        &["daemon"],
+        &["daemon", "run"],
+        &["daemon", "stop"],
+        &["daemon", "status"],
+        &["doctor"],
+        &["run"],
+        &["sandbox"],
+        &["sandbox", "create"],
+        &["sandbox", "exec"],
+        &["sandbox", "ls"],
+        &["sandbox", "rm"],
+        &["pack-diff"],
     ] {
         let help = node.ok(command.iter().copied().chain(["--help"]));
         assert!(help.contains("Usage: layerpack"), "{command:?}: {help}");
@@ -35,10 +52,27 @@ fn wrong_usage_is_two() {
         &["run", "--network", "bridge", "base/a:1", "--", "true"],
         &["sandbox", "exec", "x"],
         &["ls", "-o", "yaml"],
-        &["build", "--level", "99", "--kind", "base", "--name", "a", "--version", "1", "--from", "dir:/"],
+        &[
+            "build",
+            "--level",
+            "99",
+            "--kind",
+            "base",
+            "--name",
+            "a",
+            "--version",
+            "1",
+            "--from",
+            "dir:/",
+        ],
     ] {
         let output = node.run(arguments);
-        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", describe(&output));
+        assert_eq!(
+            output.status.code(),
+            Some(2),
+            "{arguments:?}: {}",
+            describe(&output)
+        );
         assert!(output.stdout.is_empty(), "{arguments:?}");
     }
     assert!(!node.root().exists(), "wrong usage must not touch the node");
@@ -49,7 +83,9 @@ fn a_layer_is_built_listed_shown_verified_and_removed() {
     let node = Node::new("layer");
     let source = node.scratch.mkdir("source/sub").unwrap();
     node.scratch.write("source/a.txt", "hello").unwrap();
-    node.scratch.write("source/sub/b.bin", vec![7u8; 300_000]).unwrap();
+    node.scratch
+        .write("source/sub/b.bin", vec![7u8; 300_000])
+        .unwrap();
     let source = source.parent().unwrap();
     let digest = node.build("base/small:1", source, &["--label", "who=test"]);
 
@@ -58,9 +94,18 @@ fn a_layer_is_built_listed_shown_verified_and_removed() {
     assert_eq!(list[0]["reference"], "base/small:1");
     assert_eq!(list[0]["digest"], digest.as_str());
     assert_eq!(list[0]["size"], 300_005);
-    assert_eq!(node.json(["ls", "--kind", "toolkit"]).as_array().unwrap().len(), 0);
+    assert_eq!(
+        node.json(["ls", "--kind", "toolkit"])
+            .as_array()
+            .unwrap()
+            .len(),
+        0
+    );
     let text = node.ok(["ls"]);
-    assert!(text.starts_with("LAYER") && text.contains("base/small:1"), "{text}");
+    assert!(
+        text.starts_with("LAYER") && text.contains("base/small:1"),
+        "{text}"
+    );
 
     let shown = node.json(["inspect", "base/small:1"]);
     assert_eq!(shown[0]["manifest"]["counts"]["files"], 2);
@@ -80,7 +125,12 @@ fn the_same_tree_has_the_same_digest_anywhere() {
     let two = Node::new("same-b");
     let source = one.scratch.mkdir("source").unwrap();
     for i in 0..50u32 {
-        one.scratch.write(format!("source/{i}"), vec![u8::try_from(i).unwrap(); 1000 * i as usize]).unwrap();
+        one.scratch
+            .write(
+                format!("source/{i}"),
+                vec![u8::try_from(i).unwrap(); 1000 * i as usize],
+            )
+            .unwrap();
     }
     // Another store that holds something already, other threads, another level.
     let other = two.scratch.mkdir("other").unwrap();
@@ -91,7 +141,18 @@ fn the_same_tree_has_the_same_digest_anywhere() {
     assert_eq!(a, b);
     // A repetition is no error, and says the same.
     assert_eq!(one.build("base/same:1", &source, &[]), a);
-    let again = one.json(["-q", "build", "--kind", "base", "--name", "same", "--version", "1", "--from", &format!("dir:{}", source.display())]);
+    let again = one.json([
+        "-q",
+        "build",
+        "--kind",
+        "base",
+        "--name",
+        "same",
+        "--version",
+        "1",
+        "--from",
+        &format!("dir:{}", source.display()),
+    ]);
     assert_eq!(again["created"], false);
 }
 
@@ -111,7 +172,10 @@ fn a_closed_pipe_is_no_panic() {
 fn conflicts_of_a_stack_are_listed() {
     let node = Node::new("conflicts");
     for (layer, files) in [
-        ("base", &["bin/tool", "etc/conf", "lib/only-here", "swap/inner"][..]),
+        (
+            "base",
+            &["bin/tool", "etc/conf", "lib/only-here", "swap/inner"][..],
+        ),
         ("toolkit", &["bin/tool", "bin/extra", "swap", "other/x"]),
     ] {
         for file in files {
@@ -129,6 +193,12 @@ fn conflicts_of_a_stack_are_listed() {
         .map(|c| (c["path"].as_str().unwrap(), c["effect"].as_str().unwrap()))
         .collect();
     assert_eq!(conflicts, [("/bin/tool", "replaces"), ("/swap", "type")]);
-    assert_eq!(found["conflicts"][0]["layers"], serde_json::json!(["base/l:1", "toolkit/l:1"]));
-    assert!(node.ok(["inspect", "--stack", "base/l:1"]).starts_with("no conflicts"));
+    assert_eq!(
+        found["conflicts"][0]["layers"],
+        serde_json::json!(["base/l:1", "toolkit/l:1"])
+    );
+    assert!(
+        node.ok(["inspect", "--stack", "base/l:1"])
+            .starts_with("no conflicts")
+    );
 }

@@ -10,7 +10,7 @@ use std::process::Command;
 
 use layerpack_fixtures::rng::Rng;
 use layerpack_fixtures::{MountGuard, find_tool, is_root, skip};
-use support::{Node, mounts, one_error, processes};
+use support::{Ender, Node, mounts, one_error, processes};
 
 /// A user that owns nothing.
 const NOBODY: &str = "65534";
@@ -35,7 +35,9 @@ fn privileged_without_privileges() {
     if !is_root() {
         skip!("needs root to become another user");
     }
-    let Some(setpriv) = find_tool("setpriv") else { skip!("setpriv is not installed") };
+    let Some(setpriv) = find_tool("setpriv") else {
+        skip!("setpriv is not installed")
+    };
     let node = Node::new("nobody");
     let source = node.scratch.mkdir("source").unwrap();
     fs_err::write(source.join("file"), "x").unwrap();
@@ -54,18 +56,37 @@ fn privileged_without_privileges() {
         (125, &["run", "--rm", "base/b:1", "--", "true"]),
         (125, &["sandbox", "exec", "x", "--", "true"]),
     ] {
-        let error = one_error(code, &as_nobody(&node, &setpriv).args(arguments).output().unwrap());
-        assert!(error.contains("root") && error.contains("sudo"), "{arguments:?}: {error}");
+        let error = one_error(
+            code,
+            &as_nobody(&node, &setpriv).args(arguments).output().unwrap(),
+        );
+        assert!(
+            error.contains("root") && error.contains("sudo"),
+            "{arguments:?}: {error}"
+        );
     }
-    assert!(!node.root().exists(), "another user must not make the node's directory");
+    assert!(
+        !node.root().exists(),
+        "another user must not make the node's directory"
+    );
 
     // A store of somebody else: may be read, not written.
     let output = as_nobody(&node, &setpriv).args(["ls"]).output().unwrap();
     assert!(output.status.success(), "{}", support::describe(&output));
     let from = format!("dir:{}", source.display());
     let build = ["-q", "build", "--kind", "base", "--version", "2", "--from"];
-    let error = one_error(1, &as_nobody(&node, &setpriv).args(build).args([&from, "--name", "other"]).output().unwrap());
-    assert!(error.contains(node.store().to_str().unwrap()) && error.contains("ermission denied"), "{error}");
+    let error = one_error(
+        1,
+        &as_nobody(&node, &setpriv)
+            .args(build)
+            .args([&from, "--name", "other"])
+            .output()
+            .unwrap(),
+    );
+    assert!(
+        error.contains(node.store().to_str().unwrap()) && error.contains("ermission denied"),
+        "{error}"
+    );
 
     // A file that the caller may not read: named, and nothing is published.
     let own = node.scratch.mkdir("own").unwrap();
@@ -73,14 +94,26 @@ fn privileged_without_privileges() {
     let secret = node.scratch.mkdir("mixed").unwrap();
     fs_err::write(secret.join("open"), "x").unwrap();
     fs_err::write(secret.join("closed"), "x").unwrap();
-    fs_err::set_permissions(secret.join("closed"), std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    fs_err::set_permissions(
+        secret.join("closed"),
+        std::os::unix::fs::PermissionsExt::from_mode(0o600),
+    )
+    .unwrap();
     let store = own.join("store").display().to_string();
     let from = format!("dir:{}", secret.display());
     let error = one_error(
         1,
-        &as_nobody(&node, &setpriv).args(["--store", &store]).args(build).args([&from, "--name", "mixed"]).output().unwrap(),
+        &as_nobody(&node, &setpriv)
+            .args(["--store", &store])
+            .args(build)
+            .args([&from, "--name", "mixed"])
+            .output()
+            .unwrap(),
     );
-    assert!(error.contains("closed") && error.contains("ermission denied"), "{error}");
+    assert!(
+        error.contains("closed") && error.contains("ermission denied"),
+        "{error}"
+    );
     assert!(!own.join("store/refs").exists(), "nothing is published");
     assert_eq!(processes(&node), Vec::<String>::new());
 }
@@ -100,10 +133,26 @@ fn privileged_a_full_disk_publishes_nothing() {
     let store = disk.join("store").display().to_string();
     let build = |name: &str, source: &std::path::Path| {
         let from = format!("dir:{}", source.display());
-        node.run(["--store", &store, "-q", "build", "--kind", "base", "--name", name, "--version", "1", "--from", &from])
+        node.run([
+            "--store",
+            &store,
+            "-q",
+            "build",
+            "--kind",
+            "base",
+            "--name",
+            name,
+            "--version",
+            "1",
+            "--from",
+            &from,
+        ])
     };
     let error = one_error(1, &build("big", &source));
-    assert!(error.contains("no space") && error.contains(&store), "{error}");
+    assert!(
+        error.contains("no space") && error.contains(&store),
+        "{error}"
+    );
     let list = |node: &Node| node.ok(["-o", "json", "--store", &store, "ls"]);
     assert_eq!(list(&node).trim(), "[]");
     // What could not be published does not take the space of what can.
@@ -118,10 +167,42 @@ fn privileged_a_full_node_still_serves() {
     if !is_root() {
         skip!("needs root to mount");
     }
-    // The node's own disk is full: reads go through without being kept.
+    let Some(mkfs) = find_tool("mkfs.ext4") else {
+        skip!("mkfs.ext4 is not installed")
+    };
+    let Some(mount) = find_tool("mount") else {
+        skip!("mount is not installed")
+    };
+    // The node's own disk is full: reads go through without being kept. A tmpfs will not do,
+    // since the kernel mounts no image that lies on one.
     let node = Node::new("fullnode");
     let root = node.scratch.mkdir("node").unwrap();
-    let disk = MountGuard::tmpfs(4 << 20, &root).unwrap();
+    let image = node.scratch.join("disk");
+    fs_err::File::create(&image)
+        .unwrap()
+        .set_len(4 << 20)
+        .unwrap();
+    let made = Command::new(mkfs)
+        .args(["-q", "-m", "0", "-O", "^has_journal"])
+        .arg(&image)
+        .status()
+        .unwrap();
+    assert!(made.success());
+    // The loop device goes with the mount.
+    let mounted = Command::new(mount)
+        .args(["-o", "loop"])
+        .arg(&image)
+        .arg(&root)
+        .output()
+        .unwrap();
+    if !mounted.status.success() {
+        skip!(
+            "no loop devices: {}",
+            String::from_utf8_lossy(&mounted.stderr).trim()
+        );
+    }
+    let disk = MountGuard::new(&root);
+    let ender = Ender(&node);
     let source = node.scratch.mkdir("source").unwrap();
     let contents: Vec<Vec<u8>> = (0..8).map(|i| Rng::new(i).bytes(1 << 20)).collect();
     for (i, bytes) in contents.iter().enumerate() {
@@ -132,13 +213,58 @@ fn privileged_a_full_node_still_serves() {
     node.ok(["mount", "base/b:1", point.to_str().unwrap()]);
     let guard = MountGuard::new(&point);
     for (i, bytes) in contents.iter().enumerate() {
-        assert!(&fs_err::read(point.join(format!("file-{i}"))).unwrap() == bytes, "file-{i}");
+        assert!(
+            &fs_err::read(point.join(format!("file-{i}"))).unwrap() == bytes,
+            "file-{i}"
+        );
     }
     node.ok(["umount", point.to_str().unwrap()]);
     drop(guard);
     node.ok(["daemon", "stop"]);
+    drop(ender);
     drop(disk);
     assert_eq!(mounts(&node), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn privileged_a_node_root_that_will_not_do_is_named() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = Node::new("tmpfs");
+    let root = node.scratch.mkdir("node").unwrap();
+    let disk = MountGuard::tmpfs(32 << 20, &root).unwrap();
+    let ender = Ender(&node);
+    let source = node.scratch.mkdir("source").unwrap();
+    fs_err::write(source.join("file"), "x").unwrap();
+    node.build("base/b:1", &source, &[]);
+    let point = node.scratch.mkdir("mnt").unwrap();
+    let output = node.run(["mount", "base/b:1", point.to_str().unwrap()]);
+    // A kernel may learn to do it; until then the object is named, and nothing stays.
+    if output.status.success() {
+        node.ok(["umount", point.to_str().unwrap()]);
+    } else {
+        let error = one_error(1, &output);
+        assert!(error.contains(root.to_str().unwrap()), "{error}");
+        assert!(
+            fs_err::read_dir(root.join("mounts"))
+                .unwrap()
+                .next()
+                .is_none()
+        );
+        assert_eq!(
+            node.json(["daemon", "status"])["leases"]
+                .as_array()
+                .unwrap()
+                .len(),
+            0
+        );
+    }
+    node.ok(["daemon", "stop"]);
+    drop(ender);
+    drop(disk);
+    assert_eq!(mounts(&node), Vec::<PathBuf>::new());
+    assert_eq!(processes(&node), Vec::<String>::new());
 }
 
 #[test]
@@ -162,7 +288,10 @@ fn privileged_a_damaged_store_fails_reads_not_zeros() {
     }
     node.ok(["mount", "base/b:1", point]);
     let guard = MountGuard::new(point);
-    assert!(fs_err::read(PathBuf::from(point).join("file")).is_err(), "damaged data was served");
+    assert!(
+        fs_err::read(PathBuf::from(point).join("file")).is_err(),
+        "damaged data was served"
+    );
     node.ok(["umount", point]);
     drop(guard);
     for pack in &packs {
@@ -170,7 +299,10 @@ fn privileged_a_damaged_store_fails_reads_not_zeros() {
     }
     node.ok(["mount", "base/b:1", point]);
     let guard = MountGuard::new(point);
-    assert!(fs_err::read(PathBuf::from(point).join("file")).unwrap() == contents, "a repaired store serves again");
+    assert!(
+        fs_err::read(PathBuf::from(point).join("file")).unwrap() == contents,
+        "a repaired store serves again"
+    );
     node.ok(["umount", point]);
     drop(guard);
     node.ok(["daemon", "stop"]);
@@ -182,8 +314,20 @@ fn privileged_a_damaged_store_fails_reads_not_zeros() {
     }
     let store = node.store().display().to_string();
     let there = fresh.scratch.mkdir("mnt").unwrap();
-    let error = fresh.fails(1, ["--store", &store, "mount", "base/b:1", there.to_str().unwrap()]);
-    assert!(error.contains("meta/") && error.contains("damaged"), "{error}");
+    let error = fresh.fails(
+        1,
+        [
+            "--store",
+            &store,
+            "mount",
+            "base/b:1",
+            there.to_str().unwrap(),
+        ],
+    );
+    assert!(
+        error.contains("meta/") && error.contains("damaged"),
+        "{error}"
+    );
     let output = fresh.run(["--store", &store, "run", "--rm", "base/b:1", "--", "true"]);
     let error = one_error(125, &output);
     assert!(error.contains("meta/"), "{error}");
@@ -197,7 +341,9 @@ fn privileged_a_missing_kernel_feature_is_named() {
     if !is_root() {
         skip!("needs root to hide a device");
     }
-    let Some(unshare) = find_tool("unshare") else { skip!("unshare is not installed") };
+    let Some(unshare) = find_tool("unshare") else {
+        skip!("unshare is not installed")
+    };
     // Without its device FUSE is missing, as it is where the module is not loaded.
     let node = Node::new("feature");
     let source = node.scratch.mkdir("source").unwrap();
@@ -207,21 +353,43 @@ fn privileged_a_missing_kernel_feature_is_named() {
     let without = |script: &str| {
         let mut command = Command::new(&unshare);
         command
-            .args(["--mount", "sh", "-c", &format!("mount -t tmpfs none /dev && {script}"), "sh", env!("CARGO_BIN_EXE_layerpack")])
+            .args(["--mount", "sh", "-c", &format!("mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 && mknod -m 666 /dev/urandom c 1 9 && {script}"), "sh", env!("CARGO_BIN_EXE_layerpack")])
             .arg(&point)
             .env("LAYERPACK_ROOT", node.root())
             .env("LAYERPACK_STORE", node.store());
         command.output().unwrap()
     };
-    let error = one_error(1, &without("exec \"$1\" mount base/b:1 \"$2\" </proc/self/cmdline"));
-    assert!(error.contains("/dev/fuse") || error.contains("FUSE"), "{error}");
-    let output = without("exec \"$1\" -o json doctor </proc/self/cmdline");
-    assert_eq!(output.status.code(), Some(1), "{}", support::describe(&output));
+    let error = one_error(1, &without("exec \"$1\" mount base/b:1 \"$2\""));
+    assert!(
+        error.contains("/dev/fuse") || error.contains("FUSE"),
+        "{error}"
+    );
+    let output = without("exec \"$1\" -o json doctor");
+    assert_eq!(
+        output.status.code(),
+        Some(1),
+        "{}",
+        support::describe(&output)
+    );
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-    let failed: Vec<&serde_json::Value> =
-        report["findings"].as_array().unwrap().iter().filter(|f| f["ok"] == false).collect();
-    assert!(failed.iter().any(|f| f.to_string().to_lowercase().contains("fuse")), "{report}");
-    assert!(failed.iter().all(|f| f["remedy"].as_str().is_some_and(|r| !r.is_empty())), "{report}");
+    let failed: Vec<&serde_json::Value> = report["findings"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(|f| f["ok"] == false)
+        .collect();
+    assert!(
+        failed
+            .iter()
+            .any(|f| f.to_string().to_lowercase().contains("fuse")),
+        "{report}"
+    );
+    assert!(
+        failed
+            .iter()
+            .all(|f| f["remedy"].as_str().is_some_and(|r| !r.is_empty())),
+        "{report}"
+    );
     assert_eq!(mounts(&node), Vec::<PathBuf>::new());
     assert_eq!(processes(&node), Vec::<String>::new());
 }

@@ -6,12 +6,11 @@ mod support;
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Stdio;
 
 use layerpack_fixtures::treecmp::{self, Options};
 use layerpack_fixtures::{MountGuard, is_root, skip};
-use support::{Node, mounts, processes};
+use support::{Node, is_zombie, kill, mounts, processes, wait_until};
 
 /// Incompressible bytes that differ at every offset, so that a hole read as zeros, or the wrong
 /// block, cannot pass for them.
@@ -44,10 +43,17 @@ fn privileged_a_mount_equals_its_source() {
     let before = treecmp::snapshot(&source, &Options::default()).unwrap();
     let after = treecmp::snapshot(&point, &Options::default()).unwrap();
     treecmp::assert_same(&before, &after);
-    assert!(fs_err::write(point.join("new"), "x").is_err(), "read-only unless asked otherwise");
+    assert!(
+        fs_err::write(point.join("new"), "x").is_err(),
+        "read-only unless asked otherwise"
+    );
 
     let status = node.json(["daemon", "status"]);
-    assert_eq!(status["node"]["layers"].as_array().unwrap().len(), 1, "{status}");
+    assert_eq!(
+        status["node"]["layers"].as_array().unwrap().len(),
+        1,
+        "{status}"
+    );
     node.ok(["umount", text(&point)]);
     drop(guard);
     assert!(fs_err::read_dir(&point).unwrap().next().is_none());
@@ -71,12 +77,22 @@ fn privileged_implicit_directories_keep_what_lies_below() {
     let tool = node.scratch.mkdir("tool/bin").unwrap();
     fs_err::write(tool.join("run"), "#!/bin/sh\n").unwrap();
     node.build("base/b:1", &base, &[]);
-    node.build("toolkit/t:1", &node.scratch.join("tool"), &["--at", "/opt/tool"]);
+    node.build(
+        "toolkit/t:1",
+        &node.scratch.join("tool"),
+        &["--at", "/opt/tool"],
+    );
     let work = node.scratch.mkdir("work").unwrap();
     fs_err::write(work.join("note"), "in root's home").unwrap();
     node.build("workspace/w:1", &work, &["--at", "root"]);
     let point = mount_point(&node, "mnt");
-    node.ok(["mount", "base/b:1", "workspace/w:1", "toolkit/t:1", text(&point)]);
+    node.ok([
+        "mount",
+        "base/b:1",
+        "workspace/w:1",
+        "toolkit/t:1",
+        text(&point),
+    ]);
     let _guard = MountGuard::new(&point);
     let of = |path: &str| {
         let metadata = fs_err::metadata(point.join(path)).unwrap();
@@ -85,12 +101,22 @@ fn privileged_implicit_directories_keep_what_lies_below() {
     assert_eq!(of("tmp"), (0o1777, 0, 0));
     assert_eq!(of("root"), (0o700, 0, 0));
     assert_eq!(of("opt"), (0o711, 12, 34));
-    assert_eq!(fs_err::read_to_string(point.join("root/note")).unwrap(), "in root's home");
-    assert_eq!(fs_err::read_to_string(point.join("opt/tool/bin/run")).unwrap(), "#!/bin/sh\n");
+    assert_eq!(
+        fs_err::read_to_string(point.join("root/note")).unwrap(),
+        "in root's home"
+    );
+    assert_eq!(
+        fs_err::read_to_string(point.join("opt/tool/bin/run")).unwrap(),
+        "#!/bin/sh\n"
+    );
     // The same directories in the base itself.
     let own = |path: &str| fs_err::metadata(base.join(path)).unwrap().mtime();
     for path in ["tmp", "root", "opt"] {
-        assert_eq!(fs_err::metadata(point.join(path)).unwrap().mtime(), own(path), "{path}");
+        assert_eq!(
+            fs_err::metadata(point.join(path)).unwrap().mtime(),
+            own(path),
+            "{path}"
+        );
     }
     node.ok(["umount", text(&point)]);
 }
@@ -108,14 +134,26 @@ fn privileged_a_writable_mount_forgets() {
     for _ in 0..2 {
         node.ok(["mount", "--rw", "base/w:1", text(&point)]);
         let guard = MountGuard::new(&point);
-        assert_eq!(fs_err::read_to_string(point.join("file")).unwrap(), "as built");
+        assert_eq!(
+            fs_err::read_to_string(point.join("file")).unwrap(),
+            "as built"
+        );
         fs_err::write(point.join("file"), "changed").unwrap();
         fs_err::write(point.join("new"), "new").unwrap();
-        assert_eq!(fs_err::read_to_string(point.join("file")).unwrap(), "changed");
+        assert_eq!(
+            fs_err::read_to_string(point.join("file")).unwrap(),
+            "changed"
+        );
         node.ok(["umount", text(&point)]);
         drop(guard);
     }
-    assert!(fs_err::read_dir(node.root().join("mounts")).unwrap().next().is_none(), "uppers are deleted");
+    assert!(
+        fs_err::read_dir(node.root().join("mounts"))
+            .unwrap()
+            .next()
+            .is_none(),
+        "uppers are deleted"
+    );
 }
 
 #[test]
@@ -132,18 +170,31 @@ fn privileged_only_what_is_read_is_fetched() {
     let point = mount_point(&node, "mnt");
     node.ok(["mount", "base/lazy:1", text(&point)]);
     let _guard = MountGuard::new(&point);
-    let fetched = || node.json(["daemon", "status"])["node"]["totals"]["fetched_bytes"].as_u64().unwrap();
+    let fetched = || {
+        node.json(["daemon", "status"])["node"]["totals"]["fetched_bytes"]
+            .as_u64()
+            .unwrap()
+    };
     // Names and sizes are metadata, which is here already.
     for entry in fs_err::read_dir(&point).unwrap() {
         assert_eq!(entry.unwrap().metadata().unwrap().len(), 1 << 20);
     }
     let idle = fetched();
     assert!(idle < 1 << 20, "{idle} bytes were fetched for a listing");
-    assert_eq!(fs_err::read(point.join("file-7")).unwrap(), noise(1 << 20, 7));
+    assert_eq!(
+        fs_err::read(point.join("file-7")).unwrap(),
+        noise(1 << 20, 7)
+    );
     let one = fetched();
     assert!(one >= 1 << 20, "what was read was fetched: {one}");
-    assert!(one < 8 << 20, "{one} bytes of a 32 MiB layer were fetched for a file of 1 MiB");
-    assert_eq!(fs_err::read(point.join("file-7")).unwrap(), noise(1 << 20, 7));
+    assert!(
+        one < 8 << 20,
+        "{one} bytes of a 32 MiB layer were fetched for a file of 1 MiB"
+    );
+    assert_eq!(
+        fs_err::read(point.join("file-7")).unwrap(),
+        noise(1 << 20, 7)
+    );
     assert_eq!(fetched(), one, "the second read comes from the cache");
     node.ok(["umount", text(&point)]);
 }
@@ -187,10 +238,15 @@ fn privileged_a_killed_daemon_gives_errors_never_zeros() {
             })
             .collect();
         kill(pid, "KILL");
-        readers.into_iter().map(|r| r.join().unwrap()).fold((0, 0), |a, b| (a.0 + b.0, a.1 + b.1))
+        readers
+            .into_iter()
+            .map(|r| r.join().unwrap())
+            .fold((0, 0), |a, b| (a.0 + b.0, a.1 + b.1))
     });
     assert_eq!(errors + good, contents.len());
-    assert!(wait_until(|| !Path::new(&format!("/proc/{pid}/root")).exists() || is_zombie(pid)));
+    assert!(wait_until(|| !Path::new(&format!("/proc/{pid}/root"))
+        .exists()
+        || is_zombie(pid)));
     // Whatever the timing was above: what was never read cannot be read now.
     let unread: Vec<_> = (0..contents.len())
         .filter(|i| match fs_err::read(point.join(format!("file-{i:02}"))) {
@@ -207,13 +263,21 @@ fn privileged_a_killed_daemon_gives_errors_never_zeros() {
     node.ok(["umount", text(&point)]);
     drop(guard);
     assert!(!mounts(&node).contains(&point));
-    assert!(fs_err::read_dir(node.root().join("mounts")).unwrap().next().is_none());
+    assert!(
+        fs_err::read_dir(node.root().join("mounts"))
+            .unwrap()
+            .next()
+            .is_none()
+    );
 
     // The next one cleans up after the dead one and serves again.
     node.ok(["mount", "base/killed:1", text(&point)]);
     let guard = MountGuard::new(&point);
     for (i, bytes) in contents.iter().enumerate() {
-        assert!(&fs_err::read(point.join(format!("file-{i:02}"))).unwrap() == bytes, "file-{i:02}");
+        assert!(
+            &fs_err::read(point.join(format!("file-{i:02}"))).unwrap() == bytes,
+            "file-{i:02}"
+        );
     }
     node.ok(["umount", text(&point)]);
     drop(guard);
@@ -238,11 +302,31 @@ fn privileged_a_file_that_cannot_be_read_fails_a_build() {
     let _guard = MountGuard::new(&point);
     let pid = node.daemon_pid().unwrap();
     kill(pid, "KILL");
-    assert!(wait_until(|| !Path::new(&format!("/proc/{pid}/root")).exists() || is_zombie(pid)));
+    assert!(wait_until(|| !Path::new(&format!("/proc/{pid}/root"))
+        .exists()
+        || is_zombie(pid)));
     let from = format!("dir:{}", point.display());
-    let error = node.fails(1, ["-q", "build", "--kind", "base", "--name", "copy", "--version", "1", "--from", &from]);
+    let error = node.fails(
+        1,
+        [
+            "-q",
+            "build",
+            "--kind",
+            "base",
+            "--name",
+            "copy",
+            "--version",
+            "1",
+            "--from",
+            &from,
+        ],
+    );
     assert!(error.contains("readable"), "{error}");
-    assert_eq!(node.json(["ls"]).as_array().unwrap().len(), 1, "nothing was published");
+    assert_eq!(
+        node.json(["ls"]).as_array().unwrap().len(),
+        1,
+        "nothing was published"
+    );
     node.ok(["umount", text(&point)]);
 }
 
@@ -267,7 +351,10 @@ fn privileged_a_daemon_in_use_does_not_stop() {
     assert_eq!(fs_err::read_to_string(point.join("file")).unwrap(), "x");
     node.ok(["umount", text(&point)]);
     node.ok(["daemon", "stop"]);
-    assert_eq!(node.ok(["daemon", "stop"]), format!("no daemon runs for {}\n", node.root().display()));
+    assert_eq!(
+        node.ok(["daemon", "stop"]),
+        format!("no daemon runs for {}\n", node.root().display())
+    );
     let error = node.fails(1, ["umount", text(&point)]);
     assert!(error.contains("nothing is mounted"), "{error}");
 }
@@ -281,7 +368,9 @@ fn privileged_many_commands_start_one_daemon() {
     let source = node.scratch.mkdir("source").unwrap();
     fs_err::write(source.join("file"), "x").unwrap();
     node.build("base/b:1", &source, &[]);
-    let points: Vec<PathBuf> = (0..6).map(|i| mount_point(&node, &format!("mnt{i}"))).collect();
+    let points: Vec<PathBuf> = (0..6)
+        .map(|i| mount_point(&node, &format!("mnt{i}")))
+        .collect();
     let _guards: Vec<MountGuard> = points.iter().map(MountGuard::new).collect();
     let children: Vec<_> = points
         .iter()
@@ -298,7 +387,10 @@ fn privileged_many_commands_start_one_daemon() {
         let output = child.wait_with_output().unwrap();
         assert!(output.status.success(), "{}", support::describe(&output));
     }
-    let daemons: Vec<String> = processes(&node).into_iter().filter(|line| line.contains("daemon")).collect();
+    let daemons: Vec<String> = processes(&node)
+        .into_iter()
+        .filter(|line| line.contains("daemon"))
+        .collect();
     assert_eq!(daemons.len(), 1, "{daemons:?}");
     for point in &points {
         assert_eq!(fs_err::read_to_string(point.join("file")).unwrap(), "x");
@@ -307,23 +399,27 @@ fn privileged_many_commands_start_one_daemon() {
     node.ok(["daemon", "stop"]);
 }
 
-fn kill(pid: i32, signal: &str) {
-    let status = Command::new("kill").args([&format!("-{signal}"), &pid.to_string()]).status().unwrap();
-    assert!(status.success());
-}
-
-fn is_zombie(pid: i32) -> bool {
-    fs_err::read_to_string(format!("/proc/{pid}/stat"))
-        .is_ok_and(|stat| stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('Z')))
-}
-
-fn wait_until(done: impl Fn() -> bool) -> bool {
-    let begun = Instant::now();
-    while begun.elapsed() < Duration::from_secs(20) {
-        if done() {
-            return true;
-        }
-        std::thread::sleep(Duration::from_millis(10));
+#[test]
+fn privileged_stop_cleans_up_after_a_killed_daemon() {
+    if !is_root() {
+        skip!("needs root to mount");
     }
-    false
+    let node = Node::new("aftermath");
+    let source = node.scratch.mkdir("source").unwrap();
+    fs_err::write(source.join("file"), noise(1 << 20, 9)).unwrap();
+    node.build("base/b:1", &source, &[]);
+    let point = mount_point(&node, "mnt");
+    node.ok(["mount", "base/b:1", text(&point)]);
+    let guard = MountGuard::new(&point);
+    let pid = node.daemon_pid().unwrap();
+    kill(pid, "KILL");
+    assert!(wait_until(|| !Path::new(&format!("/proc/{pid}/root"))
+        .exists()
+        || is_zombie(pid)));
+    assert!(mounts(&node).len() > 1, "a killed daemon leaves its mounts");
+    node.ok(["umount", text(&point)]);
+    drop(guard);
+    node.ok(["daemon", "stop"]);
+    assert_eq!(mounts(&node), Vec::<PathBuf>::new());
+    assert_eq!(processes(&node), Vec::<String>::new());
 }

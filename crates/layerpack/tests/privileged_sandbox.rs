@@ -57,12 +57,21 @@ fn privileged_run_passes_output_input_and_code() {
         let output = run(&[], &["sh", "-c", &format!("exit {code}")]);
         assert_eq!(output.status.code(), Some(code), "{}", describe(&output));
     }
-    assert_eq!(run(&[], &["sh", "-c", "kill -9 $$"]).status.code(), Some(137));
+    assert_eq!(
+        run(&[], &["sh", "-c", "kill -9 $$"]).status.code(),
+        Some(137)
+    );
     assert_eq!(run(&[], &["no-such-program"]).status.code(), Some(127));
     assert_eq!(run(&[], &["/etc/passwd"]).status.code(), Some(126));
 
-    let output = run(&["-e", "ONE=1", "-e", "TWO=a b", "-w", "/tmp", "-u", "worker"], &["sh", "-c", "echo $ONE:$TWO:$PWD:$(id -u):$(id -g)"]);
-    assert_eq!(String::from_utf8(output.stdout).unwrap(), "1:a b:/tmp:1000:1000\n");
+    let output = run(
+        &["-e", "ONE=1", "-e", "TWO=a b", "-w", "/tmp", "-u", "worker"],
+        &["sh", "-c", "echo $ONE:$TWO:$PWD:$(id -u):$(id -g)"],
+    );
+    assert_eq!(
+        String::from_utf8(output.stdout).unwrap(),
+        "1:a b:/tmp:1000:1000\n"
+    );
     let output = run(&["-u", "12:34"], &["sh", "-c", "id -u; id -g"]);
     assert_eq!(output.stdout, b"12\n34\n");
 
@@ -76,14 +85,27 @@ fn privileged_run_passes_output_input_and_code() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    child.stdin.take().unwrap().write_all(b"through the sandbox").unwrap();
+    child
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(b"through the sandbox")
+        .unwrap();
     let output = child.wait_with_output().unwrap();
-    assert_eq!(output.stdout, b"through the sandbox", "{}", describe(&output));
+    assert_eq!(
+        output.stdout,
+        b"through the sandbox",
+        "{}",
+        describe(&output)
+    );
 
     // The host's environment stays outside.
     let output = run(&[], &["env"]);
     let environment = String::from_utf8(output.stdout).unwrap();
-    assert!(!environment.contains("LAYERPACK") && !environment.contains("CARGO"), "{environment}");
+    assert!(
+        !environment.contains("LAYERPACK") && !environment.contains("CARGO"),
+        "{environment}"
+    );
     assert_clean(&node);
 }
 
@@ -97,7 +119,11 @@ fn privileged_run_fetches_a_part_of_the_layers() {
     support::rootfs::make(&root);
     let bulk = node.scratch.mkdir("rootfs/usr/share").unwrap();
     for i in 0..24u64 {
-        fs_err::write(bulk.join(format!("blob-{i}")), layerpack_fixtures::rng::Rng::new(i).bytes(1 << 20)).unwrap();
+        fs_err::write(
+            bulk.join(format!("blob-{i}")),
+            layerpack_fixtures::rng::Rng::new(i).bytes(1 << 20),
+        )
+        .unwrap();
     }
     node.build("base/root:1", &root, &[]);
     let size = node.json(["ls"])[0]["size"].as_u64().unwrap();
@@ -106,7 +132,10 @@ fn privileged_run_fetches_a_part_of_the_layers() {
     let status = node.json(["daemon", "status"]);
     let fetched = status["node"]["totals"]["fetched_bytes"].as_u64().unwrap();
     assert!(fetched > 0, "{status}");
-    assert!(fetched * 4 < size, "{fetched} of {size} bytes were fetched to run one small command");
+    assert!(
+        fetched * 4 < size,
+        "{fetched} of {size} bytes were fetched to run one small command"
+    );
     assert_clean(&node);
 }
 
@@ -116,48 +145,114 @@ fn privileged_a_change_survives_as_a_snapshot() {
         skip!("needs root for sandboxes");
     }
     let node = node("snapshot");
-    let created = node.json(["sandbox", "create", "--name", "lasting", "base/root:1", "workspace/w:1"]);
+    let created = node.json([
+        "sandbox",
+        "create",
+        "--name",
+        "lasting",
+        "base/root:1",
+        "workspace/w:1",
+    ]);
     let id = created["id"].as_str().unwrap().to_owned();
     let list = node.json(["sandbox", "ls"]);
     assert_eq!(list[0]["id"], id.as_str());
     assert_eq!(list[0]["name"], "lasting");
     assert_eq!(list[0]["state"], "running");
-    assert_eq!(list[0]["stack"], serde_json::json!(["base/root:1", "workspace/w:1"]));
+    assert_eq!(
+        list[0]["stack"],
+        serde_json::json!(["base/root:1", "workspace/w:1"])
+    );
     assert!(list[0]["pid"].as_u64().unwrap() > 1);
 
     let script = "set -e; cd /work; echo changed > hello.txt; rm -r gone; mkdir gone; echo new > gone/other; \
                   touch /root/mine; chmod 600 /root/mine; mkdir -p deep/er; ln -s ../hello.txt deep/link; rm /etc/group";
     let output = node.run(["sandbox", "exec", "lasting", "--", "sh", "-c", script]);
     assert!(output.status.success(), "{}", describe(&output));
-    assert_eq!(node.run(["sandbox", "exec", &id, "sh", "-c", "exit 9"]).status.code(), Some(9));
+    assert_eq!(
+        node.run(["sandbox", "exec", &id, "sh", "-c", "exit 9"])
+            .status
+            .code(),
+        Some(9)
+    );
 
-    let line = node.ok(["pack-diff", "lasting", "--name", "change", "--version", "1", "--label", "by=test"]);
+    let line = node.ok([
+        "pack-diff",
+        "lasting",
+        "--name",
+        "change",
+        "--version",
+        "1",
+        "--label",
+        "by=test",
+    ]);
     assert!(line.starts_with("diff/change:1 b3:"), "{line}");
     // The sandbox goes on.
     let output = node.run(["sandbox", "exec", "lasting", "--", "cat", "/work/hello.txt"]);
     assert_eq!(output.stdout, b"changed\n", "{}", describe(&output));
     // Nothing changed meanwhile: the same snapshot.
-    assert_eq!(node.ok(["pack-diff", "lasting", "--name", "change", "--version", "1", "--label", "by=test"]), line);
+    assert_eq!(
+        node.ok([
+            "pack-diff",
+            "lasting",
+            "--name",
+            "change",
+            "--version",
+            "1",
+            "--label",
+            "by=test"
+        ]),
+        line
+    );
     node.run(["sandbox", "exec", "lasting", "--", "touch", "/work/later"]);
-    let error = node.fails(1, ["-q", "pack-diff", "lasting", "--name", "change", "--version", "1"]);
+    let error = node.fails(
+        1,
+        [
+            "-q",
+            "pack-diff",
+            "lasting",
+            "--name",
+            "change",
+            "--version",
+            "1",
+        ],
+    );
     assert!(error.contains("diff/change:1"), "{error}");
-    assert_eq!(node.json(["sandbox", "ls"])[0]["state"], "running", "thawed after the error too");
+    assert_eq!(
+        node.json(["sandbox", "ls"])[0]["state"],
+        "running",
+        "thawed after the error too"
+    );
 
     let shown = node.json(["inspect", "diff/change:1"]);
-    assert_eq!(shown[0]["manifest"]["parents"].as_array().unwrap().len(), 2, "{shown}");
+    assert_eq!(
+        shown[0]["manifest"]["parents"].as_array().unwrap().len(),
+        2,
+        "{shown}"
+    );
     assert_eq!(shown[0]["manifest"]["labels"]["by"], "test");
 
     // A new sandbox from the snapshot, by its name alone or with the stack spelt out.
     let check = "cat hello.txt gone/other; ls gone; stat -c %a%U /root/mine; cat deep/link; test ! -e /etc/group; test ! -e later";
-    for stack in [&["diff/change:1"][..], &["base/root:1", "workspace/w:1", "diff/change:1"]] {
+    for stack in [
+        &["diff/change:1"][..],
+        &["base/root:1", "workspace/w:1", "diff/change:1"],
+    ] {
         let mut arguments = vec!["run", "--rm", "-w", "/work"];
         arguments.extend(stack);
         arguments.extend(["--", "sh", "-c", check]);
         let output = node.run(arguments);
-        assert_eq!(String::from_utf8_lossy(&output.stdout), "changed\nnew\nother\n600root\nchanged\n", "{}", describe(&output));
+        assert_eq!(
+            String::from_utf8_lossy(&output.stdout),
+            "changed\nnew\nother\n600root\nchanged\n",
+            "{}",
+            describe(&output)
+        );
         assert!(output.status.success(), "{}", describe(&output));
     }
-    assert_eq!(node.ok(["sandbox", "rm", "--force", "lasting"]), format!("{id}\n"));
+    assert_eq!(
+        node.ok(["sandbox", "rm", "--force", "lasting"]),
+        format!("{id}\n")
+    );
     assert_clean(&node);
 }
 
@@ -169,16 +264,45 @@ fn privileged_a_snapshot_of_a_snapshot() {
     let node = node("chain");
     let mut stack = vec!["base/root:1".to_owned(), "workspace/w:1".to_owned()];
     for round in 1..=3u32 {
-        let mut arguments = vec!["-o".to_owned(), "json".to_owned(), "sandbox".to_owned(), "create".to_owned()];
+        let mut arguments = vec![
+            "-o".to_owned(),
+            "json".to_owned(),
+            "sandbox".to_owned(),
+            "create".to_owned(),
+        ];
         arguments.extend(stack.clone());
         let created: serde_json::Value = serde_json::from_str(&node.ok(&arguments)).unwrap();
         let id = created["id"].as_str().unwrap();
-        node.ok(["sandbox", "exec", id, "--", "sh", "-c", &format!("echo {round} > /work/round-{round}")]);
-        node.ok(["-q", "pack-diff", id, "--name", "chain", "--version", &round.to_string()]);
+        node.ok([
+            "sandbox",
+            "exec",
+            id,
+            "--",
+            "sh",
+            "-c",
+            &format!("echo {round} > /work/round-{round}"),
+        ]);
+        node.ok([
+            "-q",
+            "pack-diff",
+            id,
+            "--name",
+            "chain",
+            "--version",
+            &round.to_string(),
+        ]);
         node.ok(["sandbox", "rm", "-f", id]);
         stack = vec![format!("diff/chain:{round}")];
     }
-    let output = node.run(["run", "--rm", "diff/chain:3", "--", "sh", "-c", "cat /work/round-*"]);
+    let output = node.run([
+        "run",
+        "--rm",
+        "diff/chain:3",
+        "--",
+        "sh",
+        "-c",
+        "cat /work/round-*",
+    ]);
     assert_eq!(output.stdout, b"1\n2\n3\n", "{}", describe(&output));
     assert_clean(&node);
 }
@@ -189,15 +313,116 @@ fn privileged_a_kept_run_can_be_packed() {
         skip!("needs root for sandboxes");
     }
     let node = node("kept");
-    let output = node.run(["run", "--name", "once", "base/root:1", "--", "touch", "/root/left"]);
+    let output = node.run([
+        "run",
+        "--name",
+        "once",
+        "base/root:1",
+        "--",
+        "touch",
+        "/root/left",
+    ]);
     assert!(output.status.success(), "{}", describe(&output));
     let list = node.json(["sandbox", "ls"]);
     assert_eq!(list[0]["name"], "once");
     assert_ne!(list[0]["state"], "running");
-    node.ok(["-q", "pack-diff", "once", "--name", "left", "--version", "1"]);
+    node.ok([
+        "-q",
+        "pack-diff",
+        "once",
+        "--name",
+        "left",
+        "--version",
+        "1",
+    ]);
     node.ok(["sandbox", "rm", "once"]);
     let output = node.run(["run", "--rm", "diff/left:1", "--", "ls", "/root"]);
     assert_eq!(output.stdout, b"left\n", "{}", describe(&output));
+    assert_clean(&node);
+}
+
+#[test]
+fn privileged_signals_and_terminals_pass_through() {
+    if !is_root() {
+        skip!("needs root for sandboxes");
+    }
+    let node = node("signals");
+    let output = node.run([
+        "run",
+        "--rm",
+        "-t",
+        "base/root:1",
+        "--",
+        "sh",
+        "-c",
+        "tty; test -t 0 && test -t 1 && test -t 2",
+    ]);
+    assert!(output.status.success(), "{}", describe(&output));
+    assert!(
+        output.stdout.starts_with(b"/dev/pts/"),
+        "{}",
+        describe(&output)
+    );
+    let error = one_error(
+        125,
+        &node.run(["run", "--rm", "-it", "base/root:1", "--", "tty"]),
+    );
+    assert!(error.contains("terminal"), "{error}");
+
+    let mut child = node
+        .command()
+        .args([
+            "run",
+            "--rm",
+            "base/root:1",
+            "--",
+            "sh",
+            "-c",
+            "trap 'exit 42' TERM; echo ready; while :; do sleep 0.05; done",
+        ])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut ready = [0u8; 6];
+    std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut ready).unwrap();
+    support::kill(i32::try_from(child.id()).unwrap(), "TERM");
+    assert_eq!(child.wait().unwrap().code(), Some(42));
+    assert_clean(&node);
+}
+
+#[test]
+fn privileged_a_killed_run_leaves_nothing_for_long() {
+    if !is_root() {
+        skip!("needs root for sandboxes");
+    }
+    let node = node("killed-run");
+    let mut child = node
+        .command()
+        .args([
+            "run",
+            "base/root:1",
+            "--",
+            "sh",
+            "-c",
+            "echo ready; sleep 1000",
+        ])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut ready = [0u8; 6];
+    std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut ready).unwrap();
+    let pid = node.json(["sandbox", "ls"])[0]["pid"].as_i64().unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let gone = || {
+        !std::path::Path::new(&format!("/proc/{pid}/root")).exists()
+            || support::is_zombie(i32::try_from(pid).unwrap())
+    };
+    assert!(
+        support::wait_until(gone),
+        "the sandbox outlives its launcher"
+    );
+    // Its lease and directory go at the next occasion.
     assert_clean(&node);
 }
 
@@ -209,14 +434,45 @@ fn privileged_limits_hold() {
     let node = node("limits");
     // More processes than allowed: the shell cannot fork them all.
     let output = node.run([
-        "run", "--rm", "--pids-limit", "8", "base/root:1", "--", "sh", "-c",
+        "run",
+        "--rm",
+        "--pids-limit",
+        "8",
+        "base/root:1",
+        "--",
+        "sh",
+        "-c",
         "for i in 1 2 3 4 5 6 7 8 9 10 11 12; do sleep 5 & done; wait",
     ]);
     assert_ne!(output.status.code(), Some(0), "{}", describe(&output));
     // More memory than allowed: killed.
-    let output = node.run(["run", "--rm", "--memory", "32m", "base/root:1", "--", "dd", "if=/dev/zero", "of=/dev/null", "bs=200M", "count=1"]);
+    let output = node.run([
+        "run",
+        "--rm",
+        "--memory",
+        "32m",
+        "base/root:1",
+        "--",
+        "dd",
+        "if=/dev/zero",
+        "of=/dev/null",
+        "bs=200M",
+        "count=1",
+    ]);
     assert_ne!(output.status.code(), Some(0), "{}", describe(&output));
-    let output = node.run(["run", "--rm", "--memory", "512m", "base/root:1", "--", "dd", "if=/dev/zero", "of=/dev/null", "bs=1M", "count=1"]);
+    let output = node.run([
+        "run",
+        "--rm",
+        "--memory",
+        "512m",
+        "base/root:1",
+        "--",
+        "dd",
+        "if=/dev/zero",
+        "of=/dev/null",
+        "bs=1M",
+        "count=1",
+    ]);
     assert_eq!(output.status.code(), Some(0), "{}", describe(&output));
     assert_clean(&node);
 }
@@ -230,14 +486,32 @@ fn privileged_failures_of_run_are_125_and_leave_nothing() {
     for arguments in [
         &["run", "--rm", "base/unknown:1", "--", "true"][..],
         &["run", "--rm", "base/root:1", "base/root:1", "--", "true"],
-        &["run", "--rm", "-u", "nobody-here", "base/root:1", "--", "true"],
+        &[
+            "run",
+            "--rm",
+            "-u",
+            "nobody-here",
+            "base/root:1",
+            "--",
+            "true",
+        ],
         &["sandbox", "exec", "no-such-sandbox", "--", "true"],
     ] {
         one_error(125, &node.run(arguments));
     }
     let error = node.fails(1, ["sandbox", "rm", "no-such-sandbox"]);
     assert!(error.contains("no-such-sandbox"), "{error}");
-    let error = node.fails(1, ["pack-diff", "no-such-sandbox", "--name", "x", "--version", "1"]);
+    let error = node.fails(
+        1,
+        [
+            "pack-diff",
+            "no-such-sandbox",
+            "--name",
+            "x",
+            "--version",
+            "1",
+        ],
+    );
     assert!(error.contains("no-such-sandbox"), "{error}");
     node.ok(["sandbox", "create", "--name", "twin", "base/root:1"]);
     let error = node.fails(1, ["sandbox", "create", "--name", "twin", "base/root:1"]);

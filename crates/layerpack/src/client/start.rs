@@ -37,14 +37,19 @@ pub(crate) fn ensure(root: &Path) -> anyhow::Result<Client> {
     if info.api != api::VERSION {
         bail!(
             "the daemon for {} speaks API version {}, this layerpack {} speaks {}: stop it (`layerpack daemon stop`) and retry",
-            root.display(), info.api, env!("CARGO_PKG_VERSION"), api::VERSION
+            root.display(),
+            info.api,
+            env!("CARGO_PKG_VERSION"),
+            api::VERSION
         );
     }
     let own = mount_namespace()?;
     if info.mount_namespace != own {
         bail!(
             "the daemon for {} runs in another mount namespace (process {}): its mounts cannot be seen here; use `nsenter -t {} -m`, or another --root",
-            root.display(), info.pid, info.pid
+            root.display(),
+            info.pid,
+            info.pid
         );
     }
     Ok(client)
@@ -62,7 +67,12 @@ fn start(root: &Path, client: &Client) -> anyhow::Result<api::Info> {
         .append(true)
         .mode(0o600)
         .open(root.join("daemon.start.lock"))
-        .with_context(|| format!("cannot use {} for node state (run as root, or choose another --root)", root.display()))?;
+        .with_context(|| {
+            format!(
+                "cannot use {} for node state (run as root, or choose another --root)",
+                root.display()
+            )
+        })?;
     rustix::fs::flock(lock.file(), FlockOperation::LockExclusive)
         .with_context(|| format!("cannot lock {}", lock.path().display()))?;
     // Another command may have started it meanwhile.
@@ -70,7 +80,11 @@ fn start(root: &Path, client: &Client) -> anyhow::Result<api::Info> {
         Err(ClientError::NotRunning { .. }) => {}
         other => return Ok(other?),
     }
-    let log = fs_err::OpenOptions::new().create(true).append(true).mode(0o600).open(root.join(api::LOG_NAME))?;
+    let log = fs_err::OpenOptions::new()
+        .create(true)
+        .append(true)
+        .mode(0o600)
+        .open(root.join(api::LOG_NAME))?;
     let from = log.metadata()?.len();
     let (log_file, log_path) = log.into_parts();
     let mut daemon = Command::new("/proc/self/exe")
@@ -90,23 +104,35 @@ fn start(root: &Path, client: &Client) -> anyhow::Result<api::Info> {
             other => return Ok(other?),
         }
         if let Some(status) = daemon.try_wait().context("cannot watch the daemon")? {
-            let said = last_error(&log_path, from).unwrap_or_else(|| format!("it ended with {status}"));
-            bail!("the daemon did not start: {said} (log: {})", log_path.display());
+            let said =
+                last_error(&log_path, from).unwrap_or_else(|| format!("it ended with {status}"));
+            bail!(
+                "the daemon did not start: {said} (log: {})",
+                log_path.display()
+            );
         }
         std::thread::sleep(STEP);
     }
     let _ = daemon.kill();
     let _ = daemon.wait();
-    bail!("the daemon did not answer within {} s (log: {})", LIMIT.as_secs(), log_path.display());
+    bail!(
+        "the daemon did not answer within {} s (log: {})",
+        LIMIT.as_secs(),
+        log_path.display()
+    );
 }
 
 /// The last `error:` line that the log gained since `from`.
 fn last_error(log: &Path, from: u64) -> Option<String> {
     let mut file = fs_err::File::open(log).ok()?;
     let end = file.metadata().ok()?.len();
-    file.seek(SeekFrom::Start(from.max(end.saturating_sub(LOG_TAIL)))).ok()?;
+    file.seek(SeekFrom::Start(from.max(end.saturating_sub(LOG_TAIL))))
+        .ok()?;
     let mut bytes = Vec::new();
     file.take(LOG_TAIL).read_to_end(&mut bytes).ok()?;
     let text = String::from_utf8_lossy(&bytes);
-    text.lines().rev().find_map(|line| line.strip_prefix("error: ")).map(str::to_owned)
+    text.lines()
+        .rev()
+        .find_map(|line| line.strip_prefix("error: "))
+        .map(str::to_owned)
 }

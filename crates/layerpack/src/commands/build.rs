@@ -22,7 +22,11 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
     if kind == Kind::Diff {
         return Err(anyhow::anyhow!("a diff is made from a sandbox: use `layerpack pack-diff`, or build a base, workspace or toolkit").into());
     }
-    let reference = Reference::new(kind, LayerName::new(&args.name)?, Version::new(&args.version)?);
+    let reference = Reference::new(
+        kind,
+        LayerName::new(&args.name)?,
+        Version::new(&args.version)?,
+    );
     let source: Source = args.from.parse()?;
     let store = context.store()?;
     let mut options = BuildOptions::new(reference, source);
@@ -40,8 +44,14 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
     reporter.finish();
     let report = report?;
     warn(&report.warnings);
-    Published::new(&report.published, report.counts, report.meta_bytes, report.warnings, report.cpu_seconds)
-        .print(context)?;
+    Published::new(
+        &report.published,
+        report.counts,
+        report.meta_bytes,
+        report.warnings,
+        report.cpu_seconds,
+    )
+    .print(context)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -50,7 +60,10 @@ fn parents(store: &LayerStore, references: &[String]) -> anyhow::Result<Vec<Pare
     for text in references {
         let reference = parse_reference(text)?;
         let manifest = store.resolve(&reference)?;
-        parents.push(ParentRef { reference: Some(reference), manifest });
+        parents.push(ParentRef {
+            reference: Some(reference),
+            manifest,
+        });
     }
     Ok(parents)
 }
@@ -82,8 +95,15 @@ mod tests {
 
     #[test]
     fn labels_have_a_key_and_are_given_once() {
-        let given = |list: &[&str]| labels(&list.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>());
-        assert_eq!(given(&["a=b=c", "d="]).unwrap().get("a").map(String::as_str), Some("b=c"));
+        let given =
+            |list: &[&str]| labels(&list.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>());
+        assert_eq!(
+            given(&["a=b=c", "d="])
+                .unwrap()
+                .get("a")
+                .map(String::as_str),
+            Some("b=c")
+        );
         for bad in [&["a"][..], &["=x"], &["a=1", "a=2"]] {
             assert!(given(bad).is_err(), "{bad:?}");
         }

@@ -20,7 +20,10 @@ use crate::units::human_bytes;
 const GONE: Duration = Duration::from_secs(30);
 
 pub(super) fn run(context: &Context, args: DaemonArgs) -> Outcome {
-    match args.command.unwrap_or(DaemonCommand::Run { detached: false }) {
+    match args
+        .command
+        .unwrap_or(DaemonCommand::Run { detached: false })
+    {
         DaemonCommand::Run { detached } => serve(context, detached),
         DaemonCommand::Stop { force } => stop(context, force),
         DaemonCommand::Status => status(context),
@@ -40,7 +43,7 @@ fn serve(context: &Context, detached: bool) -> Outcome {
 
 #[derive(Debug, Serialize)]
 struct Stopped {
-    /// False when no daemon ran.
+    /// False when no daemon ran and none had left anything.
     stopped: bool,
 }
 
@@ -52,13 +55,35 @@ fn stop(context: &Context, force: bool) -> Outcome {
             wait_until_gone(&client, context.root())?;
             true
         }
+        // A killed daemon leaves its mounts: the next one knows how to clean up after it.
+        Err(ClientError::NotRunning { .. }) if left_mounts(context.root())? => {
+            let next = context.daemon("cleaning up")?;
+            next.stop(force)?;
+            wait_until_gone(&next, context.root())?;
+            true
+        }
         Err(ClientError::NotRunning { .. }) => false,
         Err(error) => return Err(error.into()),
     };
     print(context.format, &Stopped { stopped }, |out| {
-        if stopped { Ok(()) } else { writeln!(out, "no daemon runs for {}", context.root().display()) }
+        if stopped {
+            Ok(())
+        } else {
+            writeln!(out, "no daemon runs for {}", context.root().display())
+        }
     })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Whether anything of a daemon is mounted below the node's root.
+fn left_mounts(root: &Path) -> anyhow::Result<bool> {
+    let Ok(root) = fs_err::canonicalize(root) else {
+        return Ok(false);
+    };
+    let mounts = layerpack_sys::mountinfo::read()?;
+    Ok(mounts
+        .iter()
+        .any(|mount| mount.target != root && mount.target.starts_with(&root)))
 }
 
 fn wait_until_gone(client: &Client, root: &Path) -> anyhow::Result<()> {
@@ -69,7 +94,11 @@ fn wait_until_gone(client: &Client, root: &Path) -> anyhow::Result<()> {
             _ => std::thread::sleep(Duration::from_millis(10)),
         }
     }
-    bail!("the daemon for {} agreed to stop but is still there after {} s", root.display(), GONE.as_secs());
+    bail!(
+        "the daemon for {} agreed to stop but is still there after {} s",
+        root.display(),
+        GONE.as_secs()
+    );
 }
 
 fn status(context: &Context) -> Outcome {
@@ -81,7 +110,13 @@ fn status(context: &Context) -> Outcome {
 
 fn describe(out: &mut dyn Write, status: &api::Status) -> io::Result<()> {
     let daemon = &status.daemon;
-    writeln!(out, "layerpack {} runs as process {} for {}", daemon.version, daemon.pid, daemon.root.display())?;
+    writeln!(
+        out,
+        "layerpack {} runs as process {} for {}",
+        daemon.version,
+        daemon.pid,
+        daemon.root.display()
+    )?;
     let totals = &status.node.totals;
     writeln!(
         out,
@@ -96,7 +131,9 @@ fn describe(out: &mut dyn Write, status: &api::Status) -> io::Result<()> {
     )?;
     if !status.node.layers.is_empty() {
         writeln!(out)?;
-        let mut table = Table::new(&["LAYER", "LEASES", "DATA", "CACHED", "FETCHED", "SERVED", "ERRORS"]);
+        let mut table = Table::new(&[
+            "LAYER", "LEASES", "DATA", "CACHED", "FETCHED", "SERVED", "ERRORS",
+        ]);
         for layer in &status.node.layers {
             table.row([
                 layer.reference.clone(),
@@ -117,7 +154,11 @@ fn describe(out: &mut dyn Write, status: &api::Status) -> io::Result<()> {
             table.row([
                 lease.spec.id.clone(),
                 lease.spec.owner.clone(),
-                lease.spec.pid.map(|pid| pid.to_string()).unwrap_or_default(),
+                lease
+                    .spec
+                    .pid
+                    .map(|pid| pid.to_string())
+                    .unwrap_or_default(),
                 lease.manifests.len().to_string(),
             ]);
         }

@@ -1,5 +1,7 @@
 //! `layerpack doctor`: what this node can do, tried rather than guessed, and what to change.
 
+mod trial;
+
 use std::process::ExitCode;
 
 use anyhow::anyhow;
@@ -34,28 +36,65 @@ struct Finding {
 impl Finding {
     fn new(name: &str, tried: anyhow::Result<String>, remedy: &str) -> Self {
         match tried {
-            Ok(detail) => Self { name: name.to_owned(), ok: true, detail, remedy: String::new() },
-            Err(error) => {
-                Self { name: name.to_owned(), ok: false, detail: one_line(&error), remedy: remedy.to_owned() }
-            }
+            Ok(detail) => Self {
+                name: name.to_owned(),
+                ok: true,
+                detail,
+                remedy: String::new(),
+            },
+            Err(error) => Self {
+                name: name.to_owned(),
+                ok: false,
+                detail: one_line(&error),
+                remedy: remedy.to_owned(),
+            },
         }
     }
 }
 
 pub(super) fn run(context: &Context) -> Outcome {
     require_root("trying what this node can do")?;
-    let findings = vec![
-        Finding::new("node root", node_root(context), "choose a directory on a local disk with --root or LAYERPACK_ROOT"),
-        Finding::new("store", store(context), "choose another store with --store or LAYERPACK_STORE"),
-        Finding::new("daemon", daemon(context), "look into daemon.log in the node root, then `layerpack daemon stop --force`"),
-        Finding::new("control groups", control_groups(context), "mount cgroup2 on /sys/fs/cgroup"),
+    let mut findings = vec![
+        Finding::new(
+            "node root",
+            node_root(context),
+            "choose a directory on a local disk with --root or LAYERPACK_ROOT",
+        ),
+        Finding::new(
+            "store",
+            store(context),
+            "choose another store with --store or LAYERPACK_STORE",
+        ),
+        Finding::new(
+            "daemon",
+            daemon(context),
+            "look into daemon.log in the node root, then `layerpack daemon stop --force`",
+        ),
+        Finding::new(
+            "control groups",
+            control_groups(context),
+            "mount cgroup2 on /sys/fs/cgroup",
+        ),
     ];
-    let missing: Vec<String> = findings.iter().filter(|f| !f.ok).map(|f| f.name.clone()).collect();
-    let report = Report { ok: missing.is_empty(), findings };
+    findings.extend(trial::run(context.root()));
+    let missing: Vec<String> = findings
+        .iter()
+        .filter(|f| !f.ok)
+        .map(|f| f.name.clone())
+        .collect();
+    let report = Report {
+        ok: missing.is_empty(),
+        findings,
+    };
     print(context.format, &report, |out| {
         for finding in &report.findings {
             let mark = if finding.ok { "ok     " } else { "MISSING" };
-            writeln!(out, "{mark} {}: {}", printable(&finding.name), printable(&finding.detail))?;
+            writeln!(
+                out,
+                "{mark} {}: {}",
+                printable(&finding.name),
+                printable(&finding.detail)
+            )?;
             if !finding.ok {
                 writeln!(out, "        to do: {}", printable(&finding.remedy))?;
             }
@@ -65,15 +104,27 @@ pub(super) fn run(context: &Context) -> Outcome {
     if report.ok {
         return Ok(ExitCode::SUCCESS);
     }
-    Err(anyhow!("this node lacks {}: do what the report above says", missing.join(", ")).into())
+    Err(anyhow!(
+        "this node lacks {}: do what the report above says",
+        missing.join(", ")
+    )
+    .into())
 }
 
 fn node_root(context: &Context) -> anyhow::Result<String> {
     prepare_root(context.root())?;
-    let statistics = rustix::fs::statvfs(context.root())
-        .map_err(|e| anyhow!("cannot ask for the free space of {}: {e}", context.root().display()))?;
+    let statistics = rustix::fs::statvfs(context.root()).map_err(|e| {
+        anyhow!(
+            "cannot ask for the free space of {}: {e}",
+            context.root().display()
+        )
+    })?;
     let free = statistics.f_bavail.saturating_mul(statistics.f_frsize);
-    Ok(format!("{}, {} free", context.root().display(), crate::units::human_bytes(free)))
+    Ok(format!(
+        "{}, {} free",
+        context.root().display(),
+        crate::units::human_bytes(free)
+    ))
 }
 
 fn store(context: &Context) -> anyhow::Result<String> {
@@ -83,8 +134,13 @@ fn store(context: &Context) -> anyhow::Result<String> {
 
 fn daemon(context: &Context) -> anyhow::Result<String> {
     match Client::new(context.root())?.info() {
-        Ok(info) => Ok(format!("version {} runs as process {}", info.version, info.pid)),
-        Err(ClientError::NotRunning { .. }) => Ok("not running; commands start it when they need it".to_owned()),
+        Ok(info) => Ok(format!(
+            "version {} runs as process {}",
+            info.version, info.pid
+        )),
+        Err(ClientError::NotRunning { .. }) => {
+            Ok("not running; commands start it when they need it".to_owned())
+        }
         Err(error) => Err(error.into()),
     }
 }

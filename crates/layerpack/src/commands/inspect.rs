@@ -89,16 +89,37 @@ fn describe(out: &mut dyn Write, layer: &Shown) -> io::Result<()> {
             human_bytes(counts.bytes)
         ),
     )?;
-    line("metadata", format!("{} {}", manifest.meta.digest, human_bytes(manifest.meta.size)))?;
-    line("map", format!("{} {}", manifest.map.digest, human_bytes(manifest.map.size)))?;
+    line(
+        "metadata",
+        format!(
+            "{} {}",
+            manifest.meta.digest,
+            human_bytes(manifest.meta.size)
+        ),
+    )?;
+    line(
+        "map",
+        format!("{} {}", manifest.map.digest, human_bytes(manifest.map.size)),
+    )?;
     line("data", human_bytes(manifest.data_size))?;
     for parent in &manifest.parents {
-        let name = parent.reference.as_ref().map(ToString::to_string).unwrap_or_default();
-        line("parent", format!("{name} {}", parent.manifest).trim_start().to_owned())?;
+        let name = parent
+            .reference
+            .as_ref()
+            .map(ToString::to_string)
+            .unwrap_or_default();
+        line(
+            "parent",
+            format!("{name} {}", parent.manifest)
+                .trim_start()
+                .to_owned(),
+        )?;
     }
-    for (what, map) in
-        [("parameter", &manifest.parameters), ("label", &manifest.labels), ("annotation", &manifest.annotations)]
-    {
+    for (what, map) in [
+        ("parameter", &manifest.parameters),
+        ("label", &manifest.labels),
+        ("annotation", &manifest.annotations),
+    ] {
         for (key, value) in map {
             line(what, format!("{key}={value}"))?;
         }
@@ -110,14 +131,22 @@ fn show_stack(context: &Context, store: &LayerStore, references: &[String]) -> a
     let layers = stack::resolve(store, references)?;
     let mut sources = Vec::with_capacity(layers.len());
     for layer in &layers {
-        sources.push((layer, store.meta(&layer.manifest)?, store.map(&layer.manifest)?));
+        sources.push((
+            layer,
+            store.meta(&layer.manifest)?,
+            store.map(&layer.manifest)?,
+        ));
     }
     let mut opened = Vec::with_capacity(sources.len());
     for (layer, meta, map) in &sources {
         opened.push(conflicts::Layer {
             name: &layer.name,
             image: Image::open(meta).with_context(|| unreadable(layer))?,
-            implicit: map.implicit_dirs().iter().map(Vec::as_slice).collect::<BTreeSet<&[u8]>>(),
+            implicit: map
+                .implicit_dirs()
+                .iter()
+                .map(Vec::as_slice)
+                .collect::<BTreeSet<&[u8]>>(),
         });
     }
     let found = Stack {
@@ -137,7 +166,11 @@ fn show_stack(context: &Context, store: &LayerStore, references: &[String]) -> a
                 Effect::Hides => "hides",
                 Effect::Attributes => "attributes",
             };
-            table.row([effect.to_owned(), conflict.path.clone(), conflict.layers.join(" ")]);
+            table.row([
+                effect.to_owned(),
+                conflict.path.clone(),
+                conflict.layers.join(" "),
+            ]);
         }
         table.write(out)
     })?;
@@ -145,5 +178,8 @@ fn show_stack(context: &Context, store: &LayerStore, references: &[String]) -> a
 }
 
 fn unreadable(layer: &StackLayer) -> String {
-    format!("{}: its metadata is no image this version reads (`layerpack verify {}`)", layer.name, layer.name)
+    format!(
+        "{}: its metadata is no image this version reads (`layerpack verify {}`)",
+        layer.name, layer.name
+    )
 }

@@ -33,7 +33,10 @@ pub(super) fn run(context: &Context, args: &LsArgs) -> Outcome {
         if kind.is_some_and(|kind| kind != reference.kind) {
             continue;
         }
-        match entry.manifest.and_then(|digest| Ok((digest, store.manifest(&digest)?))) {
+        match entry
+            .manifest
+            .and_then(|digest| Ok((digest, store.manifest(&digest)?)))
+        {
             Ok((digest, manifest)) => rows.push(Row {
                 reference: reference.to_string(),
                 digest: digest.to_string(),
@@ -42,14 +45,21 @@ pub(super) fn run(context: &Context, args: &LsArgs) -> Outcome {
                 platform: manifest.platform,
             }),
             // One bad layer must not hide the others.
-            Err(error) => unreadable.push(anyhow::Error::new(error).context(format!("{reference} cannot be read"))),
+            Err(error) => unreadable
+                .push(anyhow::Error::new(error).context(format!("{reference} cannot be read"))),
         }
     }
     print(context.format, &rows, |out| {
         let mut table = Table::new(&["LAYER", "DIGEST", "SIZE", "FILES", "PLATFORM"]);
         for row in &rows {
             let digest = row.digest.chars().take(15).collect();
-            table.row([row.reference.clone(), digest, human_bytes(row.size), row.files.to_string(), row.platform.clone()]);
+            table.row([
+                row.reference.clone(),
+                digest,
+                human_bytes(row.size),
+                row.files.to_string(),
+                row.platform.clone(),
+            ]);
         }
         table.write(out)
     })?;
@@ -60,12 +70,18 @@ pub(super) fn run(context: &Context, args: &LsArgs) -> Outcome {
             for error in &unreadable {
                 note(&format!("warning: {}", printable(&format!("{error:#}"))));
             }
-            Err(last.context(format!("{count} layers of the store are damaged (`layerpack verify` says how)")).into())
+            Err(last
+                .context(format!(
+                    "{count} layers of the store are damaged (`layerpack verify` says how)"
+                ))
+                .into())
         }
     }
 }
 
 /// Parses a kind; the error lists them.
 pub(super) fn parse_kind(text: &str) -> anyhow::Result<Kind> {
-    text.parse::<Kind>().with_context(|| format!("{text:?} is no kind of layer: use base, workspace, toolkit or diff"))
+    text.parse::<Kind>().with_context(|| {
+        format!("{text:?} is no kind of layer: use base, workspace, toolkit or diff")
+    })
 }

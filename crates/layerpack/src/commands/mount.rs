@@ -40,7 +40,8 @@ struct Layer {
 pub(super) fn run(context: &Context, args: MountArgs) -> Outcome {
     let (references, dir) = split(args.refs_and_dir)?;
     let layers = stack::resolve(&context.store()?, &references)?;
-    let directory = fs_err::canonicalize(&dir).context("the mount point must exist (create it with mkdir)")?;
+    let directory =
+        fs_err::canonicalize(&dir).context("the mount point must exist (create it with mkdir)")?;
     if !directory.is_dir() {
         return Err(anyhow!("the mount point {} is not a directory", directory.display()).into());
     }
@@ -54,7 +55,10 @@ pub(super) fn run(context: &Context, args: MountArgs) -> Outcome {
         directory,
         layers: layers
             .into_iter()
-            .map(|layer| Layer { layer: layer.name, digest: layer.digest.to_string() })
+            .map(|layer| Layer {
+                layer: layer.name,
+                digest: layer.digest.to_string(),
+            })
             .collect(),
         writable: args.rw,
     };
@@ -64,10 +68,16 @@ pub(super) fn run(context: &Context, args: MountArgs) -> Outcome {
 
 /// The last argument is the directory, those before it are references.
 fn split(mut arguments: Vec<OsString>) -> anyhow::Result<(Vec<String>, PathBuf)> {
-    let Some(dir) = arguments.pop() else { bail!("a directory to mount on is needed") };
+    let Some(dir) = arguments.pop() else {
+        bail!("a directory to mount on is needed")
+    };
     let references = arguments
         .into_iter()
-        .map(|argument| argument.into_string().map_err(|a| anyhow::anyhow!("{} is no reference: it is not UTF-8", a.display())))
+        .map(|argument| {
+            argument
+                .into_string()
+                .map_err(|a| anyhow::anyhow!("{} is no reference: it is not UTF-8", a.display()))
+        })
         .collect::<anyhow::Result<Vec<_>>>()?;
     Ok((references, PathBuf::from(dir)))
 }
@@ -81,28 +91,53 @@ struct Claim<'a> {
 }
 
 impl<'a> Claim<'a> {
-    fn new(context: &Context, client: &'a Client, directory: &Path, layers: &[StackLayer], writable: bool) -> anyhow::Result<Self> {
+    fn new(
+        context: &Context,
+        client: &'a Client,
+        directory: &Path,
+        layers: &[StackLayer],
+        writable: bool,
+    ) -> anyhow::Result<Self> {
         let place = Place::of(context.root(), directory);
         let names: Vec<String> = layers.iter().map(|layer| layer.name.clone()).collect();
         if let Some(record) = place.record()? {
             if mount::is_mounted(directory)? {
-                bail!("{} is mounted on {} already: `layerpack umount` it first", record.layers.join(" "), directory.display());
+                bail!(
+                    "{} is mounted on {} already: `layerpack umount` it first",
+                    record.layers.join(" "),
+                    directory.display()
+                );
             }
             // Its mount went away without `layerpack umount`: by umount(8), or a restart.
             release(context.root(), place.lease())?;
             place.remove()?;
         }
-        place
-            .claim(directory, names, writable)
-            .with_context(|| format!("cannot record the mount on {} (does another `layerpack mount` work on it?)", directory.display()))?;
-        Ok(Self { place, root: context.root().to_owned(), client, kept: false })
+        place.claim(directory, names, writable).with_context(|| {
+            format!(
+                "cannot record the mount on {} (does another `layerpack mount` work on it?)",
+                directory.display()
+            )
+        })?;
+        Ok(Self {
+            place,
+            root: context.root().to_owned(),
+            client,
+            kept: false,
+        })
     }
 
     fn stack_up(&self, context: &Context, layers: &[StackLayer]) -> anyhow::Result<Vec<PathBuf>> {
         let request = StackRequest {
             store: context.store_url().to_owned(),
-            layers: layers.iter().map(|layer| layer.digest.to_string()).collect(),
-            lease: LeaseSpec { id: self.place.lease().to_owned(), owner: "mount".to_owned(), pid: None },
+            layers: layers
+                .iter()
+                .map(|layer| layer.digest.to_string())
+                .collect(),
+            lease: LeaseSpec {
+                id: self.place.lease().to_owned(),
+                owner: "mount".to_owned(),
+                pid: None,
+            },
         };
         Ok(self.client.stack_up(&request)?.lowers)
     }

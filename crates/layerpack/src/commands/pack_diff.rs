@@ -25,7 +25,11 @@ const FREEZE: Duration = Duration::from_secs(30);
 
 pub(super) fn run(context: &Context, args: PackDiffArgs) -> Outcome {
     require_root("packing a sandbox")?;
-    let reference = Reference::new(Kind::Diff, LayerName::new(&args.name)?, Version::new(&args.version)?);
+    let reference = Reference::new(
+        Kind::Diff,
+        LayerName::new(&args.name)?,
+        Version::new(&args.version)?,
+    );
     let labels = labels(&args.label)?;
     let store = context.store()?;
     let sandboxes = sandboxes(context.root())?;
@@ -42,25 +46,37 @@ pub(super) fn run(context: &Context, args: PackDiffArgs) -> Outcome {
     // A dead sandbox changes no more, and is only kept from being removed meanwhile.
     let frozen = Thaw::on_signals(sandboxes.freeze(sandbox.spec.id.as_str(), FREEZE)?)?;
     let reporter = Reporter::new("pack", context.quiet);
-    let report = sync(&sandbox).and_then(|()| Ok(layerpack_packer::pack_diff(&store, &options, &reporter)?));
+    let report =
+        sync(&sandbox).and_then(|()| Ok(layerpack_packer::pack_diff(&store, &options, &reporter)?));
     drop(frozen);
     reporter.finish();
     let report = report?;
     warn(&report.warnings);
-    Published::new(&report.published, report.counts, report.meta_bytes, report.warnings, report.cpu_seconds)
-        .print(context)?;
+    Published::new(
+        &report.published,
+        report.counts,
+        report.meta_bytes,
+        report.warnings,
+        report.cpu_seconds,
+    )
+    .print(context)?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// Has the kernel finish what the sandbox wrote.
 fn sync(sandbox: &Sandbox) -> anyhow::Result<()> {
     let upper = fs_err::File::open(&sandbox.upper)?;
-    rustix::fs::syncfs(upper.file()).with_context(|| format!("cannot sync {}", sandbox.upper.display()))
+    rustix::fs::syncfs(upper.file())
+        .with_context(|| format!("cannot sync {}", sandbox.upper.display()))
 }
 
 fn id_maps(sandbox: &Sandbox) -> (Vec<IdMapRange>, Vec<IdMapRange>) {
     let map = &sandbox.spec.id_map;
-    let range = IdMapRange { inside: 0, outside: map.base, count: map.count };
+    let range = IdMapRange {
+        inside: 0,
+        outside: map.base,
+        count: map.count,
+    };
     (vec![range], vec![range])
 }
 
@@ -73,7 +89,10 @@ fn parents(sandbox: &Sandbox) -> anyhow::Result<Vec<ParentRef>> {
             .parse()
             .with_context(|| format!("the record of sandbox {} is damaged", sandbox.spec.id))?;
         // A layer known by its digest only has no reference.
-        parents.push(ParentRef { reference: layer.reference.parse().ok(), manifest });
+        parents.push(ParentRef {
+            reference: layer.reference.parse().ok(),
+            manifest,
+        });
     }
     Ok(parents)
 }

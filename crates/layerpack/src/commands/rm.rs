@@ -19,12 +19,18 @@ struct Removed {
 
 pub(super) fn run(context: &Context, args: &RmArgs) -> Outcome {
     // All are looked up first: a typing error in the last must not leave half of it done.
-    let references = args.refs.iter().map(|text| parse_reference(text)).collect::<anyhow::Result<Vec<_>>>()?;
+    let references = args
+        .refs
+        .iter()
+        .map(|text| parse_reference(text))
+        .collect::<anyhow::Result<Vec<_>>>()?;
     let store = context.store()?;
     for reference in &references {
         store.resolve(reference)?;
     }
-    let mut done = Removed { removed: Vec::new() };
+    let mut done = Removed {
+        removed: Vec::new(),
+    };
     for reference in &references {
         store.remove(reference)?;
         done.removed.push(reference.to_string());

@@ -25,12 +25,16 @@ pub(super) fn run(context: &Context, args: RunArgs) -> Outcome {
 }
 
 fn launch(context: &Context, args: RunArgs) -> Outcome {
-    let command = command(args.command, &args.process, &std::collections::BTreeMap::new())?;
+    let command = command(
+        args.command,
+        &args.process,
+        &std::collections::BTreeMap::new(),
+    )?;
     let (lease, spec) = SandboxLease::take(context, &args.refs, &args.shape, true)?;
     let streams = Streams::inherit(args.process.interactive)?;
     let exit = sandboxes(context.root())?
         .run(&spec, &command, streams, !args.rm)
-        .map_err(|error| Failure::of_runtime(error))?;
+        .map_err(Failure::of_runtime)?;
     drop(lease);
     report(context, spec.id.to_string(), exit);
     Ok(ExitCode::from(exit.code))
@@ -40,11 +44,17 @@ fn launch(context: &Context, args: RunArgs) -> Outcome {
 pub(super) fn report(context: &Context, sandbox: String, exit: Exit) {
     match context.format {
         Format::Json => {
-            let ended = Ended { sandbox, exit_code: exit.code, oom_killed: exit.oom_killed };
+            let ended = Ended {
+                sandbox,
+                exit_code: exit.code,
+                oom_killed: exit.oom_killed,
+            };
             note(&serde_json::to_string(&ended).unwrap_or_default());
         }
         Format::Text if exit.oom_killed => {
-            note("warning: the kernel killed a process of the sandbox for want of memory: raise --memory");
+            note(
+                "warning: the kernel killed a process of the sandbox for want of memory: raise --memory",
+            );
         }
         Format::Text => {}
     }

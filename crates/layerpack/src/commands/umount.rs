@@ -23,7 +23,9 @@ struct Unmounted {
 
 pub(super) fn run(context: &Context, args: &UmountArgs) -> Outcome {
     require_root("unmounting")?;
-    let mut done = Unmounted { unmounted: Vec::new() };
+    let mut done = Unmounted {
+        unmounted: Vec::new(),
+    };
     for dir in &args.dirs {
         done.unmounted.push(one(context, dir, args.lazy)?);
     }
@@ -37,13 +39,23 @@ fn one(context: &Context, dir: &Path, lazy: bool) -> anyhow::Result<PathBuf> {
     let mounted = layerpack_sys::mount::is_mounted(&directory)?;
     if place.record()?.is_none() {
         if mounted {
-            bail!("{} was not mounted by this node ({}): use umount(8)", directory.display(), context.root().display());
+            bail!(
+                "{} was not mounted by this node ({}): use umount(8)",
+                directory.display(),
+                context.root().display()
+            );
         }
-        bail!("nothing is mounted on {} (`layerpack daemon status` lists the mounts)", directory.display());
+        bail!(
+            "nothing is mounted on {} (`layerpack daemon status` lists the mounts)",
+            directory.display()
+        );
     }
     if mounted {
         layerpack_sys::mount::unmount(&directory, lazy).with_context(|| {
-            format!("cannot unmount {}: if it is in use, leave it first or use --lazy", directory.display())
+            format!(
+                "cannot unmount {}: if it is in use, leave it first or use --lazy",
+                directory.display()
+            )
         })?;
     }
     release(context.root(), place.lease())?;
@@ -60,7 +72,11 @@ fn resolve(dir: &Path) -> anyhow::Result<PathBuf> {
     };
     match (dir.parent(), dir.file_name()) {
         (Some(parent), Some(name)) if error.kind() != std::io::ErrorKind::NotFound => {
-            let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
+            let parent = if parent.as_os_str().is_empty() {
+                Path::new(".")
+            } else {
+                parent
+            };
             Ok(fs_err::canonicalize(parent)?.join(name))
         }
         _ => Err(error).context("nothing to unmount"),

@@ -41,7 +41,11 @@ struct Damaged {
 }
 
 pub(super) fn run(context: &Context, args: &VerifyArgs) -> Outcome {
-    let references = args.refs.iter().map(|text| parse_reference(text)).collect::<anyhow::Result<Vec<_>>>()?;
+    let references = args
+        .refs
+        .iter()
+        .map(|text| parse_reference(text))
+        .collect::<anyhow::Result<Vec<_>>>()?;
     let store = context.store()?;
     let mut verified = Vec::with_capacity(references.len());
     for reference in &references {
@@ -63,7 +67,11 @@ pub(super) fn run(context: &Context, args: &VerifyArgs) -> Outcome {
     let mut bad = Vec::new();
     for layer in verified.iter().filter(|layer| !layer.damage.is_empty()) {
         for damage in &layer.damage {
-            note(&printable(&format!("{}: {}", layer.reference, damage.text())));
+            note(&printable(&format!(
+                "{}: {}",
+                layer.reference,
+                damage.text()
+            )));
         }
         bad.push(layer.reference.as_str());
     }
@@ -100,16 +108,31 @@ impl From<Damage> for Damaged {
             object: damage.key,
             range: damage.range.map(|range| (range.start, range.end)),
             what: damage.what,
-            data: damage.data.into_iter().map(|range| (range.start, range.end)).collect(),
+            data: damage
+                .data
+                .into_iter()
+                .map(|range| (range.start, range.end))
+                .collect(),
         }
     }
 }
 
 impl Damaged {
     fn text(&self) -> String {
-        let range = self.range.map(|(start, end)| format!(" bytes {start}..{end}")).unwrap_or_default();
-        let lost: u64 = self.data.iter().map(|(start, end)| end.saturating_sub(*start)).sum();
-        let lost = if lost == 0 { String::new() } else { format!("; {} of the layer cannot be read", human_bytes(lost)) };
+        let range = self
+            .range
+            .map(|(start, end)| format!(" bytes {start}..{end}"))
+            .unwrap_or_default();
+        let lost: u64 = self
+            .data
+            .iter()
+            .map(|(start, end)| end.saturating_sub(*start))
+            .sum();
+        let lost = if lost == 0 {
+            String::new()
+        } else {
+            format!("; {} of the layer cannot be read", human_bytes(lost))
+        };
         format!("{}{range} is damaged: {}{lost}", self.object, self.what)
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use axum::Json;
 use axum::extract::rejection::JsonRejection;
@@ -19,6 +20,9 @@ use crate::failure::one_line;
 /// Stores that are kept open; past that the daemon opens them anew for each request.
 const MAX_STORES: usize = 64;
 
+/// How long a stop waits for mounts that nobody holds a lease on.
+const BUSY: Duration = Duration::from_secs(5);
+
 /// What all requests share.
 #[derive(Debug)]
 pub(super) struct Server {
@@ -30,7 +34,12 @@ pub(super) struct Server {
 
 impl Server {
     pub(super) fn new(node: Arc<Node>, info: api::Info, stop: Arc<Notify>) -> Self {
-        Self { node, info, stop, stores: Mutex::new(HashMap::new()) }
+        Self {
+            node,
+            info,
+            stop,
+            stores: Mutex::new(HashMap::new()),
+        }
     }
 
     fn store(&self, url: &str) -> Result<LayerStore, Refusal> {
@@ -38,7 +47,8 @@ impl Server {
         if let Some(store) = stores.get(url) {
             return Ok(store.clone());
         }
-        let blobs = layerpack_store::open_url(url).map_err(|e| Refusal::new(StatusCode::BAD_REQUEST, e))?;
+        let blobs =
+            layerpack_store::open_url(url).map_err(|e| Refusal::new(StatusCode::BAD_REQUEST, e))?;
         let store = LayerStore::new(blobs);
         if stores.len() < MAX_STORES {
             stores.insert(url.to_owned(), store.clone());
@@ -56,20 +66,32 @@ pub(super) struct Refusal {
 
 impl Refusal {
     fn new(status: StatusCode, error: impl Into<anyhow::Error>) -> Self {
-        Self { status, message: one_line(&error.into()) }
+        Self {
+            status,
+            message: one_line(&error.into()),
+        }
     }
 
     fn bad_request(message: String) -> Self {
-        Self { status: StatusCode::BAD_REQUEST, message }
+        Self {
+            status: StatusCode::BAD_REQUEST,
+            message,
+        }
     }
 }
 
 impl From<LayerfsError> for Refusal {
     fn from(error: LayerfsError) -> Self {
         let status = match &error {
-            LayerfsError::Store(StoreError::Missing { .. } | StoreError::UnknownReference { .. }) => StatusCode::NOT_FOUND,
-            LayerfsError::InvalidLease { .. } | LayerfsError::Stack { .. } => StatusCode::BAD_REQUEST,
-            LayerfsError::LeaseTaken { .. } | LayerfsError::InUse { .. } | LayerfsError::Stopped { .. } => StatusCode::CONFLICT,
+            LayerfsError::Store(
+                StoreError::Missing { .. } | StoreError::UnknownReference { .. },
+            ) => StatusCode::NOT_FOUND,
+            LayerfsError::InvalidLease { .. } | LayerfsError::Stack { .. } => {
+                StatusCode::BAD_REQUEST
+            }
+            LayerfsError::LeaseTaken { .. }
+            | LayerfsError::InUse { .. }
+            | LayerfsError::Stopped { .. } => StatusCode::CONFLICT,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         };
         Self::new(status, error)
@@ -79,7 +101,11 @@ impl From<LayerfsError> for Refusal {
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
         tracing::warn!(status = self.status.as_u16(), message = %self.message, "request failed");
-        let body = api::ErrorReply { error: api::ErrorBody { message: self.message } };
+        let body = api::ErrorReply {
+            error: api::ErrorBody {
+                message: self.message,
+            },
+        };
         (self.status, Json(body)).into_response()
     }
 }
@@ -92,7 +118,11 @@ pub(super) async fn info(State(server): State<Arc<Server>>) -> Json<api::Info> {
 
 pub(super) async fn status(State(server): State<Arc<Server>>) -> Reply<api::Status> {
     blocking(move || {
-        Ok(api::Status { daemon: server.info.clone(), node: server.node.status(), leases: server.node.leases() })
+        Ok(api::Status {
+            daemon: server.info.clone(),
+            node: server.node.status(),
+            leases: server.node.leases(),
+        })
     })
     .await
 }
@@ -104,7 +134,9 @@ pub(super) async fn stack_up(
     let request = parsed(body)?;
     blocking(move || {
         if request.layers.is_empty() {
-            return Err(Refusal::bad_request("a stack needs at least one layer".to_owned()));
+            return Err(Refusal::bad_request(
+                "a stack needs at least one layer".to_owned(),
+            ));
         }
         let layers = request
             .layers
@@ -121,12 +153,18 @@ pub(super) async fn stack_up(
         }
         let store = server.store(&request.store)?;
         let stack = server.node.stack_up(&store, &layers, &lease)?;
-        Ok(api::StackReply { lease: lease.id, lowers: stack.lowers })
+        Ok(api::StackReply {
+            lease: lease.id,
+            lowers: stack.lowers,
+        })
     })
     .await
 }
 
-pub(super) async fn release(State(server): State<Arc<Server>>, Path(id): Path<String>) -> Reply<api::Released> {
+pub(super) async fn release(
+    State(server): State<Arc<Server>>,
+    Path(id): Path<String>,
+) -> Reply<api::Released> {
     blocking(move || match server.node.release(&id) {
         Ok(()) => Ok(api::Released { released: true }),
         Err(LayerfsError::UnknownLease { .. }) => Ok(api::Released { released: false }),
@@ -143,7 +181,7 @@ pub(super) async fn stop(
     let stop = Arc::clone(&server.stop);
     let reply = blocking(move || {
         prune::at_stop(&server.node, &server.info.root);
-        server.node.stop(request.force)?;
+        stop_node(&server.node, request.force)?;
         Ok(api::Stopping { stopping: true })
     })
     .await?;
@@ -159,17 +197,42 @@ pub(super) async fn unknown() -> Refusal {
     }
 }
 
+/// Stops the node. Without leases it may still be busy for a moment: whoever starts a container,
+/// us or others, holds copies of all mounts until it has left the old root.
+fn stop_node(node: &Node, force: bool) -> Result<(), LayerfsError> {
+    let begun = Instant::now();
+    loop {
+        match node.stop(force) {
+            Err(LayerfsError::InUse { .. })
+                if node.leases().is_empty() && begun.elapsed() < BUSY =>
+            {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            ended => return ended,
+        }
+    }
+}
+
 fn parsed<T>(body: Result<Json<T>, JsonRejection>) -> Result<T, Refusal> {
     match body {
         Ok(Json(request)) => Ok(request),
-        Err(rejection) => Err(Refusal::bad_request(format!("the request's body is wrong: {}", rejection.body_text()))),
+        Err(rejection) => Err(Refusal::bad_request(format!(
+            "the request's body is wrong: {}",
+            rejection.body_text()
+        ))),
     }
 }
 
 /// Runs what blocks on the pool of workers.
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, Refusal> + Send + 'static) -> Reply<T> {
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
+) -> Reply<T> {
     match tokio::task::spawn_blocking(work).await {
         Ok(done) => done.map(Json),
-        Err(error) => Err(Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, anyhow::Error::new(error).context("the daemon failed at this request (a bug; see its log)"))),
+        Err(error) => Err(Refusal::new(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            anyhow::Error::new(error)
+                .context("the daemon failed at this request (a bug; see its log)"),
+        )),
     }
 }

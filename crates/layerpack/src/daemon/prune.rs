@@ -24,31 +24,40 @@ enum Holder {
     Gone,
 }
 
-/// At the daemon's start: also sweeps what dead launchers left.
+/// At the daemon's start.
 pub(super) fn at_start(node: &Node, root: &Path) {
-    match sandboxes(root).and_then(|all| Ok(all.sweep()?)) {
-        Ok(report) => {
-            for what in report.removed {
-                tracing::info!(%what, "removed a left-over");
-            }
-            for lease in report.leases {
-                if let Err(error) = node.release(&lease) {
-                    tracing::debug!(%lease, %error, "the lease was gone");
-                }
-            }
-            for (what, why) in report.failed {
-                tracing::warn!(%what, %why, "a left-over cannot be removed");
-            }
-        }
-        Err(error) => tracing::warn!(error = %format!("{error:#}"), "cannot sweep left-overs of sandboxes"),
-    }
+    sweep(node, root);
     // No command can have taken a lease from this daemon yet: those there are from before.
     prune(node, root, true);
 }
 
 /// Before the daemon stops: leases that nobody holds are no reason to stay.
 pub(super) fn at_stop(node: &Node, root: &Path) {
+    sweep(node, root);
+    node.tidy();
     prune(node, root, false);
+}
+
+/// Removes what dead launchers left: half-made and one-shot sandboxes, with their leases.
+fn sweep(node: &Node, root: &Path) {
+    let report = match sandboxes(root).and_then(|all| Ok(all.sweep()?)) {
+        Ok(report) => report,
+        Err(error) => {
+            tracing::warn!(error = %format!("{error:#}"), "cannot sweep left-overs of sandboxes");
+            return;
+        }
+    };
+    for what in report.removed {
+        tracing::info!(%what, "removed a left-over");
+    }
+    for (what, why) in report.failed {
+        tracing::warn!(%what, %why, "a left-over cannot be removed");
+    }
+    for lease in report.leases {
+        if let Err(error) = node.release(&lease) {
+            tracing::debug!(%lease, %error, "the lease was gone");
+        }
+    }
 }
 
 fn prune(node: &Node, root: &Path, at_start: bool) {
@@ -71,9 +80,13 @@ fn prune(node: &Node, root: &Path, at_start: bool) {
 
 fn mount(root: &Path, id: &str, at_start: bool) -> Holder {
     let place = Place::of_lease(root, id);
-    let Ok(record) = place.record() else { return Holder::There };
+    let Ok(record) = place.record() else {
+        return Holder::There;
+    };
     // `mount` writes the record before it takes the lease.
-    let Some(record) = record else { return Holder::Gone };
+    let Some(record) = record else {
+        return Holder::Gone;
+    };
     match is_mounted(&record.directory) {
         Ok(true) => Holder::There,
         Ok(false) if at_start || place.age().is_some_and(|age| age > MOUNTING) => Holder::Gone,

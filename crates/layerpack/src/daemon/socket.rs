@@ -30,12 +30,18 @@ impl Address {
     pub(crate) fn of(root: &Path) -> io::Result<Self> {
         let path = api::socket_path(root);
         if path.as_os_str().len() <= MAX_NAME {
-            return Ok(Self { path, _directory: None });
+            return Ok(Self {
+                path,
+                _directory: None,
+            });
         }
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let directory = rustix::fs::open(root, flags, Mode::empty())?;
         let short = PathBuf::from(format!("/proc/self/fd/{}", directory.as_raw_fd()));
-        Ok(Self { path: api::socket_path(&short), _directory: Some(directory) })
+        Ok(Self {
+            path: api::socket_path(&short),
+            _directory: Some(directory),
+        })
     }
 
     /// The name to bind or connect to, valid while `self` lives.
@@ -65,11 +71,16 @@ impl OwnerOnly {
         }
         let inner = UnixListener::bind(address.path())?;
         fs_err::set_permissions(address.path(), std::fs::Permissions::from_mode(0o600))?;
-        Ok(Self { inner, owner: rustix::process::geteuid().as_raw() })
+        Ok(Self {
+            inner,
+            owner: rustix::process::geteuid().as_raw(),
+        })
     }
 
     fn may_connect(&self, stream: &UnixStream) -> bool {
-        stream.peer_cred().is_ok_and(|peer| peer.uid() == 0 || peer.uid() == self.owner)
+        stream
+            .peer_cred()
+            .is_ok_and(|peer| peer.uid() == 0 || peer.uid() == self.owner)
     }
 }
 

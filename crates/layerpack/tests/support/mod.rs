@@ -6,6 +6,7 @@ pub(crate) mod rootfs;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use layerpack_fixtures::ScratchDir;
 use layerpack_fixtures::guards::mounts_below;
@@ -20,7 +21,9 @@ pub(crate) struct Node {
 
 impl Node {
     pub(crate) fn new(label: &str) -> Self {
-        Self { scratch: ScratchDir::new(label).unwrap() }
+        Self {
+            scratch: ScratchDir::new(label).unwrap(),
+        }
     }
 
     pub(crate) fn root(&self) -> PathBuf {
@@ -89,7 +92,18 @@ impl Node {
         let (kind, rest) = reference.split_once('/').unwrap();
         let (name, version) = rest.split_once(':').unwrap();
         let from = format!("dir:{}", source.display());
-        let mut arguments = vec!["-q", "build", "--kind", kind, "--name", name, "--version", version, "--from", &from];
+        let mut arguments = vec![
+            "-q",
+            "build",
+            "--kind",
+            kind,
+            "--name",
+            name,
+            "--version",
+            version,
+            "--from",
+            &from,
+        ];
         arguments.extend(extra);
         let line = self.ok(arguments);
         let (printed, digest) = line.trim_end().split_once(' ').unwrap();
@@ -108,18 +122,35 @@ impl Node {
 
 impl Drop for Node {
     fn drop(&mut self) {
-        if !layerpack_fixtures::is_root() || !self.root().exists() {
-            return;
-        }
-        if let Ok(list) = serde_json::from_slice::<Value>(&self.run(["-o", "json", "sandbox", "ls"]).stdout) {
-            for sandbox in list.as_array().into_iter().flatten() {
-                if let Some(id) = sandbox.get("id").and_then(Value::as_str) {
-                    self.run(["sandbox", "rm", "--force", id]);
-                }
+        end(self);
+    }
+}
+
+/// Ends a node's sandboxes and its daemon when dropped: for tests whose node lies on a disk of
+/// its own, which goes before the [`Node`] does.
+#[derive(Debug)]
+pub(crate) struct Ender<'a>(pub(crate) &'a Node);
+
+impl Drop for Ender<'_> {
+    fn drop(&mut self) {
+        end(self.0);
+    }
+}
+
+fn end(node: &Node) {
+    if !layerpack_fixtures::is_root() || !node.root().exists() {
+        return;
+    }
+    if let Ok(list) =
+        serde_json::from_slice::<Value>(&node.run(["-o", "json", "sandbox", "ls"]).stdout)
+    {
+        for sandbox in list.as_array().into_iter().flatten() {
+            if let Some(id) = sandbox.get("id").and_then(Value::as_str) {
+                node.run(["sandbox", "rm", "--force", id]);
             }
         }
-        self.run(["daemon", "stop", "--force"]);
     }
+    node.run(["daemon", "stop", "--force"]);
 }
 
 /// Mount points that exist below a node's scratch directory.
@@ -142,7 +173,10 @@ pub(crate) fn processes(node: &Node) -> Vec<String> {
             let bytes = fs_err::read(entry.path().join(file)).unwrap_or_default();
             if bytes.windows(needle.len()).any(|w| w == needle) {
                 let line = fs_err::read(entry.path().join("cmdline")).unwrap_or_default();
-                found.push(format!("{name} {}", String::from_utf8_lossy(&line).replace('\0', " ")));
+                found.push(format!(
+                    "{name} {}",
+                    String::from_utf8_lossy(&line).replace('\0', " ")
+                ));
                 break;
             }
         }
@@ -156,9 +190,16 @@ pub(crate) fn one_error(code: i32, output: &Output) -> String {
     assert_eq!(output.status.code(), Some(code), "{}", describe(output));
     assert!(output.stdout.is_empty(), "{}", describe(output));
     let text = String::from_utf8(output.stderr.clone()).unwrap();
-    let errors: Vec<&str> = text.lines().filter(|line| line.starts_with("error: ")).collect();
+    let errors: Vec<&str> = text
+        .lines()
+        .filter(|line| line.starts_with("error: "))
+        .collect();
     assert_eq!(errors.len(), 1, "{text}");
-    assert_eq!(text.lines().last(), errors.first().copied(), "the error comes last: {text}");
+    assert_eq!(
+        text.lines().last(),
+        errors.first().copied(),
+        "the error comes last: {text}"
+    );
     errors.concat()
 }
 
@@ -170,4 +211,34 @@ pub(crate) fn describe(output: &Output) -> String {
         String::from_utf8_lossy(&output.stdout),
         String::from_utf8_lossy(&output.stderr)
     )
+}
+
+/// Sends a signal.
+pub(crate) fn kill(pid: i32, signal: &str) {
+    let status = Command::new("kill")
+        .args([&format!("-{signal}"), &pid.to_string()])
+        .status()
+        .unwrap();
+    assert!(status.success());
+}
+
+/// Whether a process has ended and waits to be reaped.
+pub(crate) fn is_zombie(pid: i32) -> bool {
+    fs_err::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
+        stat.rsplit(')')
+            .next()
+            .is_some_and(|rest| rest.trim_start().starts_with('Z'))
+    })
+}
+
+/// Waits for a condition, for long enough.
+pub(crate) fn wait_until(done: impl Fn() -> bool) -> bool {
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(20) {
+        if done() {
+            return true;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    false
 }

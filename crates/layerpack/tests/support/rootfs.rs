@@ -9,20 +9,32 @@ use layerpack_fixtures::find_tool;
 
 /// What goes into the root filesystem's /bin.
 const TOOLS: [&str; 16] = [
-    "sh", "cat", "ls", "touch", "mkdir", "rm", "mv", "ln", "chmod", "id", "stat", "sleep", "true", "dd", "tty", "env",
+    "sh", "cat", "ls", "touch", "mkdir", "rm", "mv", "ln", "chmod", "id", "stat", "sleep", "true",
+    "dd", "tty", "env",
 ];
 
 /// Fills `root`; gives the number of bytes of its files.
 pub(crate) fn make(root: &Path) -> u64 {
-    for (dir, mode) in [("bin", 0o755), ("etc", 0o755), ("root", 0o700), ("tmp", 0o1777), ("usr", 0o755), ("var/data", 0o750)] {
+    for (dir, mode) in [
+        ("bin", 0o755),
+        ("etc", 0o755),
+        ("root", 0o700),
+        ("tmp", 0o1777),
+        ("usr", 0o755),
+        ("var/data", 0o750),
+    ] {
         let path = root.join(dir);
         fs_err::create_dir_all(&path).unwrap();
         fs_err::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
     }
     let mut bytes = 0;
     for tool in TOOLS {
-        let program = find_tool(tool).unwrap_or_else(|| panic!("{tool} is missing on this machine"));
-        bytes += copy(&fs_err::canonicalize(&program).unwrap(), &root.join("bin").join(tool));
+        let program =
+            find_tool(tool).unwrap_or_else(|| panic!("{tool} is missing on this machine"));
+        bytes += copy(
+            &fs_err::canonicalize(&program).unwrap(),
+            &root.join("bin").join(tool),
+        );
         for library in libraries(&program) {
             let target = root.join(library.strip_prefix("/").unwrap());
             if !target.exists() {
@@ -31,7 +43,11 @@ pub(crate) fn make(root: &Path) -> u64 {
             }
         }
     }
-    fs_err::write(root.join("etc/passwd"), "root:x:0:0:root:/root:/bin/sh\nworker:x:1000:1000::/tmp:/bin/sh\n").unwrap();
+    fs_err::write(
+        root.join("etc/passwd"),
+        "root:x:0:0:root:/root:/bin/sh\nworker:x:1000:1000::/tmp:/bin/sh\n",
+    )
+    .unwrap();
     fs_err::write(root.join("etc/group"), "root:x:0:\nworker:x:1000:\n").unwrap();
     symlink("bin/sh", root.join("shell")).unwrap();
     bytes

@@ -73,7 +73,12 @@ pub(super) fn find(layers: &[Layer<'_>]) -> anyhow::Result<Vec<Conflict>> {
     let mut conflicts = Vec::new();
     let mut roots = Vec::new();
     for (index, layer) in layers.iter().enumerate() {
-        roots.push(define(layer, index, b"", layer.image.root().with_context(|| damaged(layer, b""))?)?);
+        roots.push(define(
+            layer,
+            index,
+            b"",
+            layer.image.root().with_context(|| damaged(layer, b""))?,
+        )?);
     }
     let mut pending = vec![(Vec::new(), roots)];
     while let Some((path, definitions)) = pending.pop() {
@@ -81,7 +86,11 @@ pub(super) fn find(layers: &[Layer<'_>]) -> anyhow::Result<Vec<Conflict>> {
             conflicts.push(Conflict {
                 path: format!("/{}", printable_bytes(&path)),
                 effect,
-                layers: definitions.iter().filter_map(|d| layers.get(d.layer)).map(|l| l.name.to_owned()).collect(),
+                layers: definitions
+                    .iter()
+                    .filter_map(|d| layers.get(d.layer))
+                    .map(|l| l.name.to_owned())
+                    .collect(),
             });
         }
         let merged = merged(definitions);
@@ -90,40 +99,77 @@ pub(super) fn find(layers: &[Layer<'_>]) -> anyhow::Result<Vec<Conflict>> {
         }
         let mut children: BTreeMap<Vec<u8>, Vec<Definition>> = BTreeMap::new();
         for directory in merged {
-            let Some(layer) = layers.get(directory.layer) else { continue };
-            for entry in layer.image.read_dir(&directory.inode).with_context(|| damaged(layer, &path))? {
+            let Some(layer) = layers.get(directory.layer) else {
+                continue;
+            };
+            for entry in layer
+                .image
+                .read_dir(&directory.inode)
+                .with_context(|| damaged(layer, &path))?
+            {
                 let entry = entry.with_context(|| damaged(layer, &path))?;
                 let mut child = path.clone();
                 if !child.is_empty() {
                     child.push(b'/');
                 }
                 child.extend_from_slice(entry.name);
-                let inode = layer.image.inode(entry.nid).with_context(|| damaged(layer, &child))?;
+                let inode = layer
+                    .image
+                    .inode(entry.nid)
+                    .with_context(|| damaged(layer, &child))?;
                 let definition = define(layer, directory.layer, &child, inode)?;
                 children.entry(child).or_default().push(definition);
             }
         }
-        pending.extend(children.into_iter().filter(|(_, definitions)| definitions.len() > 1));
+        pending.extend(
+            children
+                .into_iter()
+                .filter(|(_, definitions)| definitions.len() > 1),
+        );
     }
     conflicts.sort_by(|a, b| a.path.cmp(&b.path));
     Ok(conflicts)
 }
 
 fn damaged(layer: &Layer<'_>, path: &[u8]) -> String {
-    format!("{}: the metadata of /{} cannot be read (`layerpack verify {}`)", layer.name, printable_bytes(path), layer.name)
+    format!(
+        "{}: the metadata of /{} cannot be read (`layerpack verify {}`)",
+        layer.name,
+        printable_bytes(path),
+        layer.name
+    )
 }
 
-fn define(layer: &Layer<'_>, index: usize, path: &[u8], inode: Inode) -> anyhow::Result<Definition> {
+fn define(
+    layer: &Layer<'_>,
+    index: usize,
+    path: &[u8],
+    inode: Inode,
+) -> anyhow::Result<Definition> {
     let what = match inode.file_type {
         FileType::Directory => {
-            let xattrs = layer.image.xattrs(&inode).with_context(|| damaged(layer, path))?;
-            let opaque = xattrs.iter().any(|(name, value)| name == OPAQUE && value == b"y");
-            What::Directory { opaque, implicit: layer.implicit.contains(path) }
+            let xattrs = layer
+                .image
+                .xattrs(&inode)
+                .with_context(|| damaged(layer, path))?;
+            let opaque = xattrs
+                .iter()
+                .any(|(name, value)| name == OPAQUE && value == b"y");
+            What::Directory {
+                opaque,
+                implicit: layer.implicit.contains(path),
+            }
         }
-        FileType::CharDevice if inode.rdev().is_some_and(|r| (r.major, r.minor) == (0, 0)) => What::Whiteout,
+        FileType::CharDevice if inode.rdev().is_some_and(|r| (r.major, r.minor) == (0, 0)) => {
+            What::Whiteout
+        }
         _ => What::Other,
     };
-    Ok(Definition { layer: index, inode, what })
+    Ok(Definition {
+        layer: index,
+        inode,
+        what,
+    })
 }
 
 /// What the topmost definition does to the one below it, if that is worth telling.
@@ -138,8 +184,18 @@ fn effect(definitions: &[Definition]) -> Option<Effect> {
             if matches!(top.what, What::Directory { opaque: true, .. }) {
                 return Some(Effect::Hides);
             }
-            let mut explicit =
-                definitions.iter().filter(|d| matches!(d.what, What::Directory { implicit: false, .. })).map(|d| &d.inode);
+            let mut explicit = definitions
+                .iter()
+                .filter(|d| {
+                    matches!(
+                        d.what,
+                        What::Directory {
+                            implicit: false,
+                            ..
+                        }
+                    )
+                })
+                .map(|d| &d.inode);
             let first = explicit.next()?;
             explicit
                 .any(|i| (i.mode, i.uid, i.gid) != (first.mode, first.uid, first.gid))

@@ -21,7 +21,9 @@ fn exec(context: &Context, args: SandboxExecArgs) -> Outcome {
     let command = command(args.command, &args.process, &sandbox.spec.labels)?;
     let id = sandbox.spec.id.to_string();
     let streams = Streams::inherit(args.process.interactive)?;
-    let exit = sandboxes.exec(&id, &command, streams).map_err(Failure::of_runtime)?;
+    let exit = sandboxes
+        .exec(&id, &command, streams)
+        .map_err(Failure::of_runtime)?;
     report(context, id, exit);
     Ok(ExitCode::from(exit.code))
 }

@@ -34,11 +34,17 @@ struct Row {
 pub(super) fn run(context: &Context) -> Outcome {
     require_root("listing sandboxes")?;
     let rows: Vec<Row> = if context.root().join("sandboxes").exists() {
-        sandboxes(context.root())?.list()?.into_iter().map(Row::from).collect()
+        sandboxes(context.root())?
+            .list()?
+            .into_iter()
+            .map(Row::from)
+            .collect()
     } else {
         Vec::new()
     };
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |d| d.as_secs());
     print(context.format, &rows, |out| {
         let mut table = Table::new(&["ID", "NAME", "STATE", "PID", "AGE", "STACK"]);
         for row in &rows {
@@ -67,8 +73,16 @@ impl From<Sandbox> for Row {
                 SandboxState::Dead => "dead",
             },
             pid: sandbox.pid.map(|pid| pid.as_raw_nonzero().get()),
-            stack: sandbox.spec.stack.into_iter().map(|layer| layer.reference).collect(),
-            created: sandbox.created.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
+            stack: sandbox
+                .spec
+                .stack
+                .into_iter()
+                .map(|layer| layer.reference)
+                .collect(),
+            created: sandbox
+                .created
+                .duration_since(UNIX_EPOCH)
+                .map_or(0, |d| d.as_secs()),
             upper: sandbox.upper.display().to_string(),
             one_shot: sandbox.one_shot,
         }

@@ -22,7 +22,9 @@ pub(super) fn run(context: &Context, args: &SandboxRmArgs) -> Outcome {
     for name in &args.sandboxes {
         sandboxes.get(name)?;
     }
-    let mut done = Removed { removed: Vec::new() };
+    let mut done = Removed {
+        removed: Vec::new(),
+    };
     for name in &args.sandboxes {
         let sandbox = sandboxes.remove(name, args.force)?;
         if let Some(lease) = &sandbox.spec.lease {
