@@ -70,6 +70,14 @@ pub enum PackError {
         /// The decompressor's or the system's error.
         source: io::Error,
     },
+    /// A container image's parts do not fit together.
+    #[error("the image at {path} cannot be used: {what}")]
+    BadImage {
+        /// The file concerned.
+        path: String,
+        /// What was found.
+        what: String,
+    },
     /// Something that a layer cannot hold.
     #[error("cannot pack {path}: {why}")]
     Unsupported {

@@ -18,6 +18,7 @@ mod error;
 mod filter;
 mod glob;
 mod idmap;
+mod image;
 mod layout;
 mod merge;
 mod model;
@@ -32,6 +33,7 @@ mod xattrs;
 
 pub use build::build;
 pub use error::{PackError, Result};
+pub use image::{ImageSource, ImportOptions, ImportReport, import};
 pub use merge::{MergeOptions, merge};
 pub use options::{
     BuildOptions, BuildReport, DEFAULT_XATTRS, EntryCounts, IdMapRange, Limits, OverlayXattrs,

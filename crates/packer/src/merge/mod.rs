@@ -10,7 +10,7 @@ pub(crate) mod overlay;
 
 use layerpack_store::{Digest, Kind, LayerStore, Manifest, ParentRef, Reference, WriterOptions};
 
-use load::load;
+pub(crate) use load::load;
 
 use crate::error::{PackError, Result};
 use crate::layout;

@@ -30,7 +30,16 @@ pub(crate) fn open(path: &Path) -> Result<Box<dyn Read + Send>> {
             why: "it is a directory; use dir:PATH for directories",
         });
     }
-    let mut input = BufReader::with_capacity(BUFFER, file);
+    decode(file, path)
+}
+
+/// The uncompressed bytes of `input`, which is called `path` in messages.
+pub(crate) fn decode(
+    input: impl Read + Send + 'static,
+    path: &Path,
+) -> Result<Box<dyn Read + Send>> {
+    let io = |action, source| PackError::io(action, path.display().to_string(), source);
+    let mut input = BufReader::with_capacity(BUFFER, input);
     let start = peek(&mut input, 6).map_err(|source| io("read", source))?;
     if start.starts_with(&GZIP) {
         return Ok(Box::new(BufReader::with_capacity(BUFFER, Gzip::new(input))));

@@ -15,7 +15,7 @@ use std::io::{self, Read};
 use layerpack_erofs::Timestamp;
 
 pub(crate) use ahead::ahead;
-pub(crate) use compression::open;
+pub(crate) use compression::{decode, open};
 pub(crate) use pax::decimal;
 pub(crate) use sparse::Piece;
 

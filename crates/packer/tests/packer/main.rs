@@ -16,6 +16,7 @@ mod archive_sparse;
 mod directory;
 mod faults;
 mod hostile;
+mod image;
 mod meaning;
 mod merge;
 mod privileged_kernel;

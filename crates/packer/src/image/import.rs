@@ -1,0 +1,384 @@
+//! From an image's layers to ours.
+
+use std::collections::BTreeMap;
+
+use layerpack_erofs::NodeId;
+use layerpack_store::{
+    Kind, LayerStore, LayerWriter, ParentRef, Reference, Version, WriterOptions,
+};
+
+use super::hashing::{Hashing, Sha};
+use super::spec::Platform;
+use super::{Blob, Image, ImageSource, archive, oci};
+use crate::error::{PackError, Result};
+use crate::filter::Filter;
+use crate::layout;
+use crate::merge::overlay;
+use crate::model::Layer;
+use crate::options::{BuildReport, DEFAULT_XATTRS, Limits, Progress};
+use crate::tar::{self, Reader};
+use crate::tar_source::TarSource;
+use crate::warnings::Warnings;
+
+/// Most layers of one image.
+const MAX_LAYERS: usize = 1000;
+/// Longest text of a manifest's annotation in bytes.
+const MAX_ANNOTATION: usize = 64 << 10;
+/// Annotation with the configuration that containers of the image are run with, as JSON.
+pub(crate) const CONFIG: &str = "oci.config";
+/// Annotation with the digest of the image's manifest.
+const MANIFEST: &str = "oci.manifest";
+
+/// Which image to import, and how.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct ImportOptions {
+    /// What the layer is published as; with `per_layer` a base, which the lowest layer becomes.
+    pub reference: Reference,
+    /// Where the image comes from.
+    pub source: ImageSource,
+    /// One layer for each of the image's. Those above the lowest are published as
+    /// `diff/NAME:VERSION-layer-N`, the topmost one as `diff/NAME:VERSION`; each names those below
+    /// it as its parents.
+    pub per_layer: bool,
+    /// The image must be for this platform (`os/architecture[/variant]`); None: the only one that
+    /// there is, or that for `host`.
+    pub platform: Option<String>,
+    /// The platform to choose where there are several.
+    pub host: String,
+    /// Labels of the manifests.
+    pub labels: BTreeMap<String, String>,
+    /// Annotations of the manifests, besides those that tell of the image.
+    pub annotations: BTreeMap<String, String>,
+    /// zstd level. Not part of a layer's identity.
+    pub level: i32,
+    /// Threads that compress; 0 is one per processor.
+    pub jobs: usize,
+    /// Later modification times become this one, in seconds since 1970.
+    pub source_date_epoch: Option<i64>,
+    /// Extended attributes to keep, as for a build.
+    pub xattrs: Vec<String>,
+    /// Paths to leave out, as for a build.
+    pub excludes: Vec<String>,
+    /// Bounds: `max_bytes` on all layers together, uncompressed, the others on each.
+    pub limits: Limits,
+}
+
+impl ImportOptions {
+    /// Options with everything at its default.
+    #[must_use]
+    pub fn new(reference: Reference, source: ImageSource) -> Self {
+        Self {
+            reference,
+            source,
+            per_layer: false,
+            platform: None,
+            host: "linux/amd64".to_owned(),
+            labels: BTreeMap::new(),
+            annotations: BTreeMap::new(),
+            level: 3,
+            jobs: 0,
+            source_date_epoch: None,
+            xattrs: DEFAULT_XATTRS
+                .iter()
+                .map(|name| (*name).to_owned())
+                .collect(),
+            excludes: Vec::new(),
+            limits: Limits::default(),
+        }
+    }
+}
+
+/// What [`import`] published.
+#[derive(Debug)]
+pub struct ImportReport {
+    /// One layer, or one for each of the image's, the lowest first.
+    pub layers: Vec<BuildReport>,
+    /// The image's platform.
+    pub platform: String,
+}
+
+/// Imports an image.
+///
+/// # Errors
+/// [`PackError::BadImage`] if documents or digests do not fit; else as [`crate::build`]. With
+/// `per_layer`, layers below the one that failed stay published: they are right by themselves.
+pub fn import(
+    store: &LayerStore,
+    options: &ImportOptions,
+    progress: &dyn Progress,
+) -> Result<ImportReport> {
+    let clock = crate::cpu::Clock::start();
+    let platform = |name: &str, text: &str| {
+        Platform::parse(text).ok_or_else(|| PackError::InvalidOption {
+            option: format!("{name} {text:?}"),
+            why: "a platform is os/architecture or os/architecture/variant".to_owned(),
+        })
+    };
+    let wanted = options
+        .platform
+        .as_deref()
+        .map(|text| platform("platform", text))
+        .transpose()?;
+    let host = platform("host", &options.host)?;
+    if options.per_layer && options.reference.kind != Kind::Base {
+        return Err(PackError::InvalidOption {
+            option: format!("kind {}", options.reference.kind),
+            why: "layers of an image lie on a base".to_owned(),
+        });
+    }
+    let image = match &options.source {
+        ImageSource::Oci { dir, tag } => oci::open(dir, tag.as_deref(), wanted.as_ref(), &host)?,
+        ImageSource::DockerArchive { file, name } => {
+            archive::open(file, name.as_deref(), wanted.as_ref(), options.limits)?
+        }
+    };
+    let diff_ids = check(&image)?;
+    let mut work = Import {
+        store,
+        options,
+        progress,
+        filter: Filter::new(&options.excludes, &options.xattrs, &options.limits)?,
+        left: options.limits.max_bytes,
+        platform: image.config.platform().text(),
+        annotations: annotations(&image, options),
+        clock,
+    };
+    progress.phase("read");
+    let layers = if options.per_layer {
+        work.one_by_one(&image, &diff_ids)?
+    } else {
+        vec![work.all_in_one(&image, &diff_ids)?]
+    };
+    Ok(ImportReport {
+        layers,
+        platform: work.platform,
+    })
+}
+
+/// The digests that uncompressed layers must have.
+fn check(image: &Image) -> Result<Vec<Sha>> {
+    let bad = |what: String| PackError::BadImage {
+        path: image.at.display().to_string(),
+        what,
+    };
+    let ids = &image.config.rootfs.diff_ids;
+    let count = image.layers.len();
+    if count == 0 {
+        return Err(bad("its image has no layers".to_owned()));
+    }
+    if count > MAX_LAYERS {
+        return Err(bad(format!(
+            "its image has {count} layers, at most {MAX_LAYERS} are read"
+        )));
+    }
+    if ids.len() != count {
+        return Err(bad(format!(
+            "its image has {count} layers, its configuration lists {}",
+            ids.len()
+        )));
+    }
+    ids.iter().map(|id| Sha::parse(id).map_err(bad)).collect()
+}
+
+/// What the layers say of the image.
+fn annotations(image: &Image, options: &ImportOptions) -> BTreeMap<String, String> {
+    let mut annotations = options.annotations.clone();
+    let config = image.config.config.as_ref().map(ToString::to_string);
+    if let Some(config) = config.filter(|config| config.len() <= MAX_ANNOTATION) {
+        annotations.insert(CONFIG.to_owned(), config);
+    }
+    if let Some(digest) = &image.digest {
+        annotations.insert(MANIFEST.to_owned(), digest.clone());
+    }
+    annotations
+}
+
+struct Import<'a> {
+    store: &'a LayerStore,
+    options: &'a ImportOptions,
+    progress: &'a dyn Progress,
+    filter: Filter,
+    /// Uncompressed bytes that may still be read.
+    left: u64,
+    platform: String,
+    annotations: BTreeMap<String, String>,
+    clock: crate::cpu::Clock,
+}
+
+impl Import<'_> {
+    fn all_in_one(&mut self, image: &Image, diff_ids: &[Sha]) -> Result<BuildReport> {
+        let mut writer = self.writer()?;
+        let mut merged: Option<Layer> = None;
+        let mut warnings = Vec::new();
+        for (blob, diff_id) in image.layers.iter().zip(diff_ids) {
+            let (layer, below) = self.layer(blob, diff_id, merged, &mut writer, &mut warnings)?;
+            merged = Some(match below {
+                None => layer,
+                Some(mut below) => {
+                    overlay::apply(&mut below, &layer)?;
+                    below
+                }
+            });
+        }
+        let mut layer = merged.unwrap_or_else(|| Layer::new(true));
+        overlay::bottom(&mut layer)?;
+        self.publish(
+            layer,
+            writer,
+            self.options.reference.clone(),
+            Vec::new(),
+            warnings,
+        )
+    }
+
+    fn one_by_one(&mut self, image: &Image, diff_ids: &[Sha]) -> Result<Vec<BuildReport>> {
+        let mut merged: Option<Layer> = None;
+        let mut parents: Vec<ParentRef> = Vec::new();
+        let mut reports = Vec::with_capacity(image.layers.len());
+        let count = image.layers.len();
+        for (index, (blob, diff_id)) in image.layers.iter().zip(diff_ids).enumerate() {
+            let mut writer = self.writer()?;
+            let mut warnings = Vec::new();
+            let (layer, below) = self.layer(blob, diff_id, merged, &mut writer, &mut warnings)?;
+            let reference = self.reference(index, count)?;
+            let (layer, next) = match below {
+                // The lowest layer is also the first merge.
+                None => (None, layer),
+                Some(mut below) => {
+                    overlay::apply(&mut below, &layer)?;
+                    (Some(layer), below)
+                }
+            };
+            let report = match layer {
+                Some(layer) => {
+                    merged = Some(next);
+                    self.publish(layer, writer, reference.clone(), parents.clone(), warnings)?
+                }
+                None => {
+                    let report =
+                        self.publish(next, writer, reference.clone(), Vec::new(), warnings)?;
+                    let manifest = self.store.manifest(&report.published.digest)?;
+                    merged = Some(crate::merge::load(self.store, &manifest, false)?);
+                    report
+                }
+            };
+            parents.push(ParentRef {
+                reference: Some(reference),
+                manifest: report.published.digest,
+            });
+            reports.push(report);
+        }
+        Ok(reports)
+    }
+
+    fn reference(&self, index: usize, count: usize) -> Result<Reference> {
+        let base = &self.options.reference;
+        if index == 0 {
+            return Ok(base.clone());
+        }
+        let version = if index + 1 == count {
+            base.version.clone()
+        } else {
+            Version::new(&format!("{}-layer-{}", base.version, index + 1))?
+        };
+        Ok(Reference::new(Kind::Diff, base.name.clone(), version))
+    }
+
+    fn writer(&self) -> Result<LayerWriter> {
+        Ok(self.store.writer(WriterOptions {
+            level: self.options.level,
+            jobs: self.options.jobs,
+            ..WriterOptions::default()
+        })?)
+    }
+
+    /// Reads one layer above `below`, which comes back.
+    fn layer(
+        &mut self,
+        blob: &Blob,
+        diff_id: &Sha,
+        below: Option<Layer>,
+        writer: &mut LayerWriter,
+        warnings: &mut Vec<Warnings>,
+    ) -> Result<(Layer, Option<Layer>)> {
+        let mut layer = match below {
+            None => Layer::new(true),
+            Some(below) => Layer::above(below),
+        };
+        let limits = Limits {
+            max_bytes: self.left,
+            ..self.options.limits
+        };
+        let (stored, stored_seen) = Hashing::new(blob.open()?);
+        let (raw, raw_seen) = Hashing::new(tar::decode(stored, &blob.name)?);
+        let mut source = TarSource {
+            layer: &mut layer,
+            writer,
+            filter: &self.filter,
+            limits,
+            start: NodeId::ROOT,
+            // A workspace's root says nothing about where it is put.
+            defines_root: self.options.reference.kind == Kind::Base,
+            progress: self.progress,
+            kept_back: Vec::new(),
+            kept_bytes: 0,
+        };
+        let name = blob.name.display().to_string();
+        let read = tar::ahead(Box::new(raw), |input| {
+            source.read(&mut Reader::new(input, name.clone(), limits))
+        });
+        let bad = |what: String| PackError::BadImage {
+            path: name.clone(),
+            what,
+        };
+        read?;
+        let (digest, bytes) = raw_seen.so_far();
+        if &digest != diff_id {
+            return Err(bad(format!(
+                "uncompressed its digest is {digest}, the image's configuration says {diff_id}"
+            )));
+        }
+        if let Some((expected, size)) = &blob.stored {
+            let (digest, bytes) = stored_seen.so_far();
+            if &digest != expected || bytes != *size {
+                return Err(bad(format!(
+                    "it has {bytes} bytes with the digest {digest}, the image says {size} and {expected}"
+                )));
+            }
+        }
+        self.left = self.left.saturating_sub(bytes);
+        layer.settle()?;
+        if let Some(epoch) = self.options.source_date_epoch {
+            layer.clamp_times(epoch);
+        }
+        warnings.push(std::mem::take(&mut layer.warnings));
+        let below = layer.take_below();
+        Ok((layer, below))
+    }
+
+    fn publish(
+        &self,
+        layer: Layer,
+        writer: LayerWriter,
+        reference: Reference,
+        parents: Vec<ParentRef>,
+        warnings: Vec<Warnings>,
+    ) -> Result<BuildReport> {
+        self.progress.phase("publish");
+        let mut finished = layout::finish(layer, reference)?;
+        let draft = &mut finished.draft;
+        draft.platform.clone_from(&self.platform);
+        draft.parents = parents;
+        draft.labels.clone_from(&self.options.labels);
+        draft.annotations.clone_from(&self.annotations);
+        let published = writer.finish(finished.draft)?;
+        Ok(BuildReport {
+            published,
+            counts: finished.counts,
+            meta_bytes: finished.meta_bytes,
+            warnings: warnings.into_iter().flat_map(Warnings::into_vec).collect(),
+            cpu_seconds: self.clock.seconds(),
+        })
+    }
+}

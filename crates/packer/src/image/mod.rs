@@ -1,0 +1,149 @@
+//! Container images as sources: OCI layouts and archives of `docker save`.
+//!
+//! The layers of an image are read in order, each above the merge of those below it, so that
+//! paths lead through their symbolic links, hard links find their files and directories that a
+//! layer only passes through keep what they are. The result is one layer of everything, or one
+//! layer for each of the image's.
+//!
+//! Every digest is checked: of documents before they are believed, of layers while they are read
+//! and before anything is published.
+
+mod archive;
+pub(crate) mod hashing;
+mod import;
+mod oci;
+mod spec;
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use hashing::Sha;
+pub use import::{ImportOptions, ImportReport, import};
+
+use crate::error::{PackError, Result};
+
+/// Where an image comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ImageSource {
+    /// An OCI image layout.
+    Oci {
+        /// Its directory.
+        dir: PathBuf,
+        /// Which image, by its `org.opencontainers.image.ref.name`; None: the only one.
+        tag: Option<String>,
+    },
+    /// An archive of `docker save`, plain or compressed.
+    DockerArchive {
+        /// Its file.
+        file: PathBuf,
+        /// Which image, by one of its `RepoTags`; None: the only one.
+        name: Option<String>,
+    },
+}
+
+impl ImageSource {
+    /// Whether a source's text is one of an image: `oci:DIR[:TAG]` or `docker-archive:FILE[:NAME]`.
+    #[must_use]
+    pub fn is_image(text: &str) -> bool {
+        ["oci:", "docker-archive:"]
+            .iter()
+            .any(|scheme| text.starts_with(scheme))
+    }
+}
+
+impl FromStr for ImageSource {
+    type Err = PackError;
+
+    /// A path may hold colons: where all of the text names something, it is the path; else the
+    /// shortest beginning that does, with the rest as tag or name.
+    fn from_str(text: &str) -> Result<Self> {
+        let invalid = |why| PackError::InvalidSource {
+            text: text.chars().take(300).collect(),
+            why,
+        };
+        let (scheme, rest) = text
+            .split_once(':')
+            .ok_or_else(|| invalid("it has no scheme"))?;
+        if rest.is_empty() {
+            return Err(invalid("its path is empty"));
+        }
+        let cuts = rest.match_indices(':').map(|(at, _)| at);
+        let cut = cuts
+            .filter(|at| *at > 0 && !Path::new(rest).exists())
+            .find(|at| rest.get(..*at).is_some_and(|path| Path::new(path).exists()));
+        let (path, name) = match cut.and_then(|at| rest.split_at_checked(at)) {
+            Some((path, name)) => (path, name.strip_prefix(':').map(str::to_owned)),
+            None => (rest, None),
+        };
+        if name.as_deref() == Some("") {
+            return Err(invalid("the image's name is empty"));
+        }
+        match scheme {
+            "oci" => Ok(Self::Oci {
+                dir: PathBuf::from(path),
+                tag: name,
+            }),
+            "docker-archive" => Ok(Self::DockerArchive {
+                file: PathBuf::from(path),
+                name,
+            }),
+            _ => Err(invalid("its scheme is not known")),
+        }
+    }
+}
+
+/// An image that was found.
+struct Image {
+    /// The file that describes it.
+    at: PathBuf,
+    config: spec::Config,
+    layers: Vec<Blob>,
+    /// Digest of its manifest, if it has one.
+    digest: Option<String>,
+}
+
+/// A layer of an image as it is stored.
+struct Blob {
+    /// For messages.
+    name: PathBuf,
+    place: Place,
+    /// Digest and size of what is stored, if the image says so.
+    stored: Option<(Sha, u64)>,
+}
+
+enum Place {
+    File(PathBuf),
+    Member {
+        archive: PathBuf,
+        plain: bool,
+        offset: u64,
+        size: u64,
+    },
+}
+
+impl Blob {
+    /// The stored bytes.
+    fn open(&self) -> Result<Box<dyn Read + Send>> {
+        match &self.place {
+            Place::File(path) => {
+                let file = fs_err::File::open(path)
+                    .map_err(|source| PackError::io("open", path.display().to_string(), source))?;
+                Ok(Box::new(file))
+            }
+            Place::Member {
+                archive,
+                plain,
+                offset,
+                size,
+            } => archive::member(archive, *plain, *offset, *size),
+        }
+    }
+}
+
+fn parse_json<T: serde::de::DeserializeOwned>(path: &Path, bytes: &[u8]) -> Result<T> {
+    serde_json::from_slice(bytes).map_err(|error| PackError::BadImage {
+        path: path.display().to_string(),
+        what: error.to_string(),
+    })
+}
