@@ -3,7 +3,10 @@
     clippy::unwrap_used,
     clippy::expect_used,
     clippy::indexing_slicing,
-    clippy::cast_possible_truncation
+    clippy::cast_possible_truncation,
+    clippy::disallowed_methods,
+    clippy::print_stdout,
+    reason = "tests; error numbers are compared, which fs_err hides"
 )]
 
 use std::io::{BufRead as _, Read as _};

@@ -49,7 +49,7 @@ impl BootId {
 
     /// An identity of the caller's making, for tests of what a restart does.
     #[must_use]
-    pub fn from_bytes(bytes: [u8; 16]) -> Self {
+    pub const fn from_bytes(bytes: [u8; 16]) -> Self {
         Self(bytes)
     }
 }

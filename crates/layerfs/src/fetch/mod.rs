@@ -62,7 +62,7 @@ impl FetchConfig {
 pub enum ReadError {
     /// The store could not give the frame, or gave a wrong one.
     #[error("frame cannot be had from the store")]
-    Store(#[source] StoreError),
+    Store(#[source] Box<StoreError>),
     /// The store's bytes are not what the layer's map says.
     #[error("extent {extent} at byte {offset} of the layer's data is not what its digest says; verify the layer in its store")]
     Damaged {
@@ -93,7 +93,7 @@ pub enum ReadError {
         url: String,
         /// Why.
         #[source]
-        source: StoreError,
+        source: Box<StoreError>,
     },
 }
 
@@ -102,7 +102,8 @@ impl ReadError {
     #[must_use]
     pub fn errno(&self) -> Errno {
         match self {
-            Self::TimedOut { .. } | Self::Store(StoreError::TimedOut { .. }) => Errno::TIMEDOUT,
+            Self::TimedOut { .. } => Errno::TIMEDOUT,
+            Self::Store(error) if matches!(**error, StoreError::TimedOut { .. }) => Errno::TIMEDOUT,
             Self::Shared(error) => error.errno(),
             Self::Store(_)
             | Self::Damaged { .. }

@@ -96,7 +96,17 @@ fn run(mut batch: Batch) {
     };
     let wanted: Vec<u32> = batch.frames.iter().map(|(frame, _)| *frame).collect();
     let locator = Arc::clone(&batch.source.locator);
+    let mut counted = 0_u64;
     let result = store.read_frames(&locator, &wanted, &mut |frame, bytes| {
+        // Counted before its readers wake, so that what they have seen is in the counters.
+        let stored = usize::try_from(frame)
+            .ok()
+            .and_then(|at| locator.frames().get(at))
+            .map_or(0, |f| u64::from(f.stored_len));
+        blob.counters
+            .fetched_stored
+            .fetch_add(stored, Ordering::Relaxed);
+        counted += stored;
         let outcome = blob.keep(&batch.source, frame, bytes);
         batch.land(frame, outcome);
         Ok(())
@@ -106,7 +116,8 @@ fn run(mut batch: Batch) {
             let counters = &blob.counters;
             counters
                 .fetched_stored
-                .fetch_add(stats.bytes, Ordering::Relaxed);
+                // The rest: gaps between frames that were fetched along.
+                .fetch_add(stats.bytes.saturating_sub(counted), Ordering::Relaxed);
             counters
                 .requests
                 .fetch_add(stats.requests, Ordering::Relaxed);
@@ -116,7 +127,7 @@ fn run(mut batch: Batch) {
             let outcome = if e.is_damage() && blob.refresh(&batch.source, &store) {
                 Outcome::Moved
             } else {
-                Outcome::Failed(Arc::new(ReadError::Store(e)))
+                Outcome::Failed(Arc::new(ReadError::Store(Box::new(e))))
             };
             batch.land_rest(&outcome);
         }
@@ -132,7 +143,7 @@ impl Blob {
         }
         let opened = (self.open_store)().map_err(|source| ReadError::NoStore {
             url: self.store_url.clone(),
-            source,
+            source: Box::new(source),
         })?;
         *store = Some(opened.clone());
         Ok(opened)

@@ -13,7 +13,11 @@ use zerocopy::IntoBytes;
 
 use super::abi::{self, OutHeader};
 
-/// One descriptor and the session's count of requests not yet answered.
+/// Length of a message without a body.
+const OUT_HEADER_LEN: u32 = 16;
+const _: () = assert!(size_of::<OutHeader>() == OUT_HEADER_LEN as usize);
+
+/// One descriptor of a mounted connection.
 #[derive(Debug)]
 pub(crate) struct Channel {
     file: File,
@@ -65,7 +69,12 @@ impl Channel {
         };
         loop {
             match (&self.file).write_vectored(parts) {
-                Ok(_) => return,
+                // The device takes a message whole or refuses it.
+                Ok(written) if written == size_of::<OutHeader>() + body.len() => return,
+                Ok(written) => {
+                    tracing::error!(unique, written, "FUSE answer was cut short");
+                    return;
+                }
                 Err(e) => match Errno::from_io_error(&e) {
                     Some(Errno::INTR) => {}
                     // The reader was interrupted, or the mount is gone: nobody waits.
@@ -85,7 +94,7 @@ impl Channel {
     /// Kernels before 6.9 refuse; the error says so.
     pub(crate) fn request_resend(&self) -> std::io::Result<()> {
         let header = OutHeader {
-            len: size_of::<OutHeader>() as u32,
+            len: OUT_HEADER_LEN,
             error: abi::NOTIFY_RESEND,
             unique: 0,
         };

@@ -291,7 +291,7 @@ fn initialise(shared: &Shared, body: &[u8], reply: Reply) {
         minor: negotiated.minor,
         // Cut down by the kernel to what it offered; the rest is raised at the bdi.
         max_readahead: asked.max_readahead,
-        flags: (flags & u64::from(u32::MAX)) as u32,
+        flags: u32::try_from(flags & u64::from(u32::MAX)).unwrap_or(0),
         max_background: background,
         congestion_threshold: background - background / 4,
         // Nothing is ever written: keeps the kernel's demand on the request buffer small.
@@ -299,7 +299,7 @@ fn initialise(shared: &Shared, body: &[u8], reply: Reply) {
         time_gran: 1,
         max_pages: shared.config.pages(),
         map_alignment: 0,
-        flags2: (flags >> 32) as u32,
+        flags2: u32::try_from(flags >> 32).unwrap_or(0),
         unused: [0; 7],
     };
     let _ = shared.negotiated.set(negotiated);

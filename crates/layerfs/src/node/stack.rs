@@ -362,6 +362,12 @@ impl Node {
                 tracing::warn!(layer = %layer, error = %e, "idle layer cannot be unmounted");
             }
         }
-        self.registry.reap();
+        for entry in self.registry.reap() {
+            // A fetch that outlives its readers may hold the blob a while longer, so its state
+            // is not left to the last drop.
+            if let Err(e) = entry.blob.cache().checkpoint() {
+                self.problem(format!("cache of layer {}: {e}", entry.blob.layer()));
+            }
+        }
     }
 }
