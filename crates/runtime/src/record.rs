@@ -54,9 +54,17 @@ pub(crate) struct Record {
     pub(crate) init: Option<InitProcess>,
 }
 
-/// A lock that is held.
+/// A lock that is held until it is dropped.
 #[derive(Debug)]
-pub(crate) struct Lock(#[expect(dead_code, reason = "held until dropped")] OwnedFd);
+pub(crate) struct Lock(OwnedFd);
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Closing is not enough: another thread's child may hold a copy of the
+        // descriptor for a moment, and with it the lock.
+        let _ = flock(&self.0, FlockOperation::Unlock);
+    }
+}
 
 impl Record {
     pub(crate) fn new(spec: SandboxSpec, one_shot: bool) -> Self {

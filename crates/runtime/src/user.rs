@@ -35,14 +35,18 @@ pub(crate) fn open_inside(
     rustix::fs::openat2(
         root,
         path,
-        flags | OFlags::CLOEXEC | OFlags::NOCTTY,
+        flags | OFlags::CLOEXEC,
         Mode::empty(),
         ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS,
     )
 }
 
 fn read_table(root: BorrowedFd<'_>, path: &str) -> Vec<u8> {
-    let Ok(fd) = open_inside(root, path, OFlags::RDONLY | OFlags::NONBLOCK) else {
+    let Ok(fd) = open_inside(
+        root,
+        path,
+        OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY,
+    ) else {
         return Vec::new();
     };
     let regular = rustix::fs::fstat(&fd)

@@ -1,4 +1,79 @@
-//! PID 1 for the tests: what a program that uses the crate does first.
-fn main() {
-    layerpack_runtime::init_main();
+//! A program that uses the crate, for its tests: PID 1 under that name, else a
+//! launcher of its own that tests can kill.
+//!
+//! `run|create|exec|freeze ROOT CGROUP LOWER TARGET SCRIPT`
+#![allow(clippy::print_stdout, clippy::print_stderr)]
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use layerpack_runtime::{
+    ExecSpec, INIT_ARG0, IdMap, Limits, Network, RuntimeError, SandboxSpec, Sandboxes,
+    SandboxesOptions, Streams,
+};
+
+fn main() -> ExitCode {
+    let mut args = std::env::args();
+    if args.next().as_deref() == Some(INIT_ARG0) {
+        layerpack_runtime::init_main();
+    }
+    match launcher(args.collect()) {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+fn launcher(args: Vec<String>) -> Result<u8, RuntimeError> {
+    let [what, root, parent, lower, target, script] = <[String; 6]>::try_from(args)
+        .map_err(|_| RuntimeError::NotFound("arguments".to_owned()))?;
+    let sandboxes = Sandboxes::open(SandboxesOptions {
+        root: PathBuf::from(root),
+        init: None,
+        cgroup_parent: parent,
+    })?;
+    let command = ExecSpec {
+        argv: ["sh", "-c", &script].map(Into::into).to_vec(),
+        forward_signals: true,
+        ..ExecSpec::default()
+    };
+    let spec = || -> Result<SandboxSpec, RuntimeError> {
+        Ok(SandboxSpec {
+            id: target.parse()?,
+            name: None,
+            stack: Vec::new(),
+            lowers: vec![PathBuf::from(&lower)],
+            hostname: None,
+            limits: Limits::default(),
+            network: Network::None,
+            id_map: IdMap {
+                base: 1 << 20,
+                count: 1 << 16,
+            },
+            read_only: false,
+            no_new_privileges: false,
+            env: Vec::new(),
+            lease: None,
+            labels: BTreeMap::new(),
+        })
+    };
+    match what.as_str() {
+        "run" => Ok(sandboxes
+            .run(&spec()?, &command, Streams::inherit(true)?, false)?
+            .code),
+        "create" => sandboxes.create(&spec()?).map(|_| 0),
+        "exec" => Ok(sandboxes
+            .exec(&target, &command, Streams::inherit(true)?)?
+            .code),
+        _ => {
+            let _guard = sandboxes.freeze(&target, Duration::from_secs(10))?;
+            println!("frozen");
+            std::thread::sleep(Duration::from_secs(1000));
+            Ok(0)
+        }
+    }
 }

@@ -5,6 +5,7 @@
 //! with plain system calls on memory that was prepared before, so it may be
 //! called in a process with threads. The order of the steps, each optional:
 //!
+//! 0. close what the child does not need;
 //! 1. join control groups (v1: the child writes itself into `tasks`, which
 //!    spares the kernel's global lock; v2: at the fork);
 //! 2. a keyring of its own, so that the caller's keys stay outside;
@@ -426,8 +427,11 @@ struct Prepared<'a> {
     env: Vec<*const libc::c_char>,
     groups: Vec<libc::gid_t>,
     filter: Option<BpfProgram>,
-    parent_status: RawFd,
     status: RawFd,
+    /// Descriptors that the child itself needs.
+    keep_first: Vec<RawFd>,
+    /// Those that are needed until exec.
+    keep_last: Vec<RawFd>,
 }
 
 fn pointers(strings: &[CString]) -> Vec<*const libc::c_char> {
@@ -441,6 +445,38 @@ fn pointers(strings: &[CString]) -> Vec<*const libc::c_char> {
 /// Duplicates a descriptor to a number above the standard ones.
 fn above_stdio(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     rustix::io::fcntl_dupfd_cloexec(fd, 3).context("fcntl", || "a stream")
+}
+
+/// A connected pair, both above the standard streams.
+fn socketpair() -> Result<(OwnedFd, OwnedFd)> {
+    let (one, two) = rustix::net::socketpair(
+        rustix::net::AddressFamily::UNIX,
+        rustix::net::SocketType::SEQPACKET,
+        rustix::net::SocketFlags::CLOEXEC,
+        None,
+    )
+    .context("socketpair", || "for a new process")?;
+    Ok((above_stdio(one.as_fd())?, above_stdio(two.as_fd())?))
+}
+
+/// The descriptors that a child keeps at first, and those that it keeps until
+/// exec; sorted.
+///
+/// The rest is closed at once: a child that waits at its gate must not hold
+/// locks, pipes or the other ends of sockets of its parent.
+fn kept(launch: &Launch<'_>, stdio: &[OwnedFd; 3], status: &OwnedFd) -> (Vec<RawFd>, Vec<RawFd>) {
+    let mut last = vec![status.as_raw_fd()];
+    last.extend(launch.pass.map(|fd| fd.as_raw_fd()));
+    if let Program::File(fd) = &launch.program {
+        last.push(fd.as_raw_fd());
+    }
+    let mut first = last.clone();
+    first.extend(stdio.iter().map(AsRawFd::as_raw_fd));
+    first.extend(launch.cgroup_tasks.iter().map(AsRawFd::as_raw_fd));
+    first.extend(launch.join.map(|join| join.pidfd.as_raw_fd()));
+    first.sort_unstable();
+    last.sort_unstable();
+    (first, last)
 }
 
 /// Blocks all signals of the calling thread until dropped, so that no handler
@@ -480,15 +516,8 @@ pub fn spawn(launch: &Launch<'_>) -> Result<std::result::Result<Launched, Launch
         above_stdio(launch.stdio[1])?,
         above_stdio(launch.stdio[2])?,
     ];
-    let (parent_status, status) = rustix::net::socketpair(
-        rustix::net::AddressFamily::UNIX,
-        rustix::net::SocketType::SEQPACKET,
-        rustix::net::SocketFlags::CLOEXEC,
-        None,
-    )
-    .context("socketpair", || "for a new process")?;
-    let parent_status = above_stdio(parent_status.as_fd())?;
-    let status = above_stdio(status.as_fd())?;
+    let (parent_status, status) = socketpair()?;
+    let (keep_first, keep_last) = kept(launch, &stdio, &status);
     let prepared = Prepared {
         launch,
         stdio: [
@@ -511,8 +540,9 @@ pub fn spawn(launch: &Launch<'_>) -> Result<std::result::Result<Launched, Launch
                 filter: filter.as_ptr(),
             }),
         },
-        parent_status: parent_status.as_raw_fd(),
         status: status.as_raw_fd(),
+        keep_first,
+        keep_last,
     };
     let mut pidfd: i32 = -1;
     let mut args = CloneArgs {
@@ -624,7 +654,7 @@ unsafe fn child(p: &Prepared<'_>) -> ! {
     // memory; the raw set*id calls are used because the libc wrappers would
     // signal threads that this process does not have.
     unsafe {
-        libc::close(p.parent_status);
+        close_all_but(p.status, &p.keep_first);
         for tasks in &p.launch.cgroup_tasks {
             step!(
                 p,
@@ -688,7 +718,14 @@ unsafe fn child(p: &Prepared<'_>) -> ! {
                 libc::setrlimit(limit.resource, &raw const value)
             );
         }
-        close_others(p);
+        close_all_but(p.status, &p.keep_last);
+        if let Some(fd) = &p.launch.pass {
+            step!(
+                p,
+                Stage::Close,
+                libc::fcntl(fd.as_raw_fd(), libc::F_SETFD, 0)
+            );
+        }
         if let Some(cwd) = &p.launch.cwd {
             step!(p, Stage::Directory, libc::chdir(cwd.as_ptr()));
             let mut buffer = [0u8; libc::PATH_MAX as usize];
@@ -732,46 +769,26 @@ unsafe fn reset_signals() {
     }
 }
 
-/// Closes what the program must not have: at once, or on exec if a file is to
-/// be executed or passed on.
-unsafe fn close_others(p: &Prepared<'_>) {
-    // SAFETY: system calls on numbers; descriptors still needed are left open.
-    unsafe {
-        let needs_more = p.launch.pass.is_some() || matches!(p.launch.program, Program::File(_));
-        if needs_more {
-            step!(
-                p,
-                Stage::Close,
-                libc::syscall(
-                    libc::SYS_close_range,
-                    3u32,
-                    u32::MAX,
-                    libc::CLOSE_RANGE_CLOEXEC
-                )
-            );
-            if let Some(fd) = &p.launch.pass {
-                step!(
-                    p,
-                    Stage::Close,
-                    libc::fcntl(fd.as_raw_fd(), libc::F_SETFD, 0)
-                );
+/// Closes every descriptor from 3 on but those in `keep`, which is sorted.
+unsafe fn close_all_but(status: RawFd, keep: &[RawFd]) {
+    let mut from = 3u32;
+    let close = |from: u32, to: u32| {
+        // SAFETY: a system call on numbers; this process has one thread, which
+        // uses no descriptor outside `keep` any more.
+        unsafe {
+            if from <= to && libc::syscall(libc::SYS_close_range, from, to, 0) < 0 {
+                fail(status, Stage::Close, errno());
             }
-            return;
         }
-        let status = p.status.cast_unsigned();
-        if status > 3 {
-            step!(
-                p,
-                Stage::Close,
-                libc::syscall(libc::SYS_close_range, 3u32, status - 1, 0)
-            );
+    };
+    for &fd in keep {
+        let fd = fd.cast_unsigned();
+        if fd >= from {
+            close(from, fd - 1);
+            from = fd + 1;
         }
-        step!(
-            p,
-            Stage::Close,
-            libc::syscall(libc::SYS_close_range, status + 1, u32::MAX, 0)
-        );
     }
+    close(from, u32::MAX);
 }
 
 #[repr(C)]

@@ -27,14 +27,14 @@ const PROGRAMS: [&str; 40] = [
     "unshare", "ifconfig", "su", "find", "dmesg",
 ];
 
-pub struct Fixture {
-    pub sandboxes: Sandboxes,
-    pub dir: ScratchDir,
-    pub parent: String,
+pub(crate) struct Fixture {
+    pub(crate) sandboxes: Sandboxes,
+    pub(crate) dir: ScratchDir,
+    pub(crate) parent: String,
 }
 
 /// What is missing to run sandboxes here, if anything.
-pub fn missing() -> Option<&'static str> {
+pub(crate) fn missing() -> Option<&'static str> {
     if !is_root() {
         return Some("needs root");
     }
@@ -49,7 +49,7 @@ fn busybox() -> Option<PathBuf> {
 }
 
 /// Fills `root` with a small system.
-pub fn small_system(root: &Path) {
+pub(crate) fn small_system(root: &Path) {
     for dir in [
         "bin", "etc", "tmp", "root", "home/bob", "usr/bin", "proc", "sys", "dev",
     ] {
@@ -78,7 +78,7 @@ pub fn small_system(root: &Path) {
     chown(&root.join("home/bob"), 1000, 1000);
 }
 
-pub fn chown(path: &Path, uid: u32, gid: u32) {
+pub(crate) fn chown(path: &Path, uid: u32, gid: u32) {
     rustix::fs::chown(
         path,
         Some(rustix::fs::Uid::from_raw(uid)),
@@ -88,7 +88,7 @@ pub fn chown(path: &Path, uid: u32, gid: u32) {
 }
 
 impl Fixture {
-    pub fn new(label: &str) -> Self {
+    pub(crate) fn new(label: &str) -> Self {
         let dir = ScratchDir::new(label).unwrap();
         small_system(&dir.path().join("lower"));
         let parent = format!("layerpack-test-{}-{label}", std::process::id());
@@ -100,7 +100,7 @@ impl Fixture {
         }
     }
 
-    pub fn open(dir: &Path, parent: &str) -> Sandboxes {
+    pub(crate) fn open(dir: &Path, parent: &str) -> Sandboxes {
         Sandboxes::open(SandboxesOptions {
             root: dir.join("sandboxes"),
             init: Some(PathBuf::from(env!("CARGO_BIN_EXE_layerpack-test-init"))),
@@ -109,11 +109,11 @@ impl Fixture {
         .unwrap()
     }
 
-    pub fn lower(&self) -> PathBuf {
+    pub(crate) fn lower(&self) -> PathBuf {
         self.dir.path().join("lower")
     }
 
-    pub fn spec(&self) -> SandboxSpec {
+    pub(crate) fn spec(&self) -> SandboxSpec {
         SandboxSpec {
             id: SandboxId::random().unwrap(),
             name: None,
@@ -135,29 +135,29 @@ impl Fixture {
     }
 
     /// Runs a shell script in a sandbox of its own.
-    pub fn run(&self, script: &str) -> Output {
+    pub(crate) fn run(&self, script: &str) -> Output {
         self.run_spec(&self.spec(), &sh(script))
     }
 
-    pub fn run_spec(&self, spec: &SandboxSpec, command: &ExecSpec) -> Output {
+    pub(crate) fn run_spec(&self, spec: &SandboxSpec, command: &ExecSpec) -> Output {
         self.try_run(spec, command).unwrap()
     }
 
-    pub fn try_run(&self, spec: &SandboxSpec, command: &ExecSpec) -> Result<Output> {
+    pub(crate) fn try_run(&self, spec: &SandboxSpec, command: &ExecSpec) -> Result<Output> {
         capture(|streams| self.sandboxes.run(spec, command, streams, false))
     }
 
     /// Runs a shell script in a lasting sandbox.
-    pub fn exec(&self, sandbox: &str, script: &str) -> Output {
+    pub(crate) fn exec(&self, sandbox: &str, script: &str) -> Output {
         self.try_exec(sandbox, &sh(script)).unwrap()
     }
 
-    pub fn try_exec(&self, sandbox: &str, command: &ExecSpec) -> Result<Output> {
+    pub(crate) fn try_exec(&self, sandbox: &str, command: &ExecSpec) -> Result<Output> {
         capture(|streams| self.sandboxes.exec(sandbox, command, streams))
     }
 
     /// Control group directories of this fixture that exist.
-    pub fn groups(&self) -> Vec<PathBuf> {
+    pub(crate) fn groups(&self) -> Vec<PathBuf> {
         let root = Path::new("/sys/fs/cgroup");
         let mut found = Vec::new();
         let hierarchies = fs_err::read_dir(root).unwrap().map(|e| e.unwrap().path());
@@ -171,7 +171,7 @@ impl Fixture {
     }
 
     /// What is left in the state directory but the shared files.
-    pub fn left(&self) -> Vec<String> {
+    pub(crate) fn left(&self) -> Vec<String> {
         fs_err::read_dir(self.dir.path().join("sandboxes"))
             .unwrap()
             .map(|e| e.unwrap().file_name().into_string().unwrap())
@@ -179,7 +179,7 @@ impl Fixture {
             .collect()
     }
 
-    pub fn assert_nothing_left(&self) {
+    pub(crate) fn assert_nothing_left(&self) {
         assert_eq!(self.left(), Vec::<String>::new());
         assert_eq!(self.groups(), Vec::<PathBuf>::new());
         let names = fs_err::read_dir(self.dir.path().join("sandboxes/names"))
@@ -209,25 +209,25 @@ impl Drop for Fixture {
 
 /// A command's output and end.
 #[derive(Debug)]
-pub struct Output {
-    pub exit: Exit,
-    pub stdout: String,
-    pub stderr: String,
+pub(crate) struct Output {
+    pub(crate) exit: Exit,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
 }
 
 impl Output {
     #[track_caller]
-    pub fn ok(&self) -> &str {
+    pub(crate) fn ok(&self) -> &str {
         assert_eq!(self.exit.code, 0, "{self:?}");
         self.stdout.trim_end()
     }
 }
 
-pub fn sh(script: &str) -> ExecSpec {
+pub(crate) fn sh(script: &str) -> ExecSpec {
     command(&["sh", "-c", script])
 }
 
-pub fn command(argv: &[&str]) -> ExecSpec {
+pub(crate) fn command(argv: &[&str]) -> ExecSpec {
     ExecSpec {
         argv: argv.iter().map(OsString::from).collect(),
         ..ExecSpec::default()
@@ -243,11 +243,11 @@ fn collect(mut from: std::fs::File) -> std::thread::JoinHandle<String> {
 }
 
 /// Gives `run` streams and collects what is written to them.
-pub fn capture(run: impl FnOnce(Streams) -> Result<Exit>) -> Result<Output> {
+pub(crate) fn capture(run: impl FnOnce(Streams) -> Result<Exit>) -> Result<Output> {
     capture_with(None, run)
 }
 
-pub fn capture_with(
+pub(crate) fn capture_with(
     stdin: Option<OwnedFd>,
     run: impl FnOnce(Streams) -> Result<Exit>,
 ) -> Result<Output> {
