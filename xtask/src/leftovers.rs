@@ -112,7 +112,8 @@ fn scratch(items: &mut BTreeSet<String>) {
     }
 }
 
-/// Groups called `layerpack` and what is in them, in whichever hierarchies are mounted.
+/// What is in groups called `layerpack`, and groups of tests (`layerpack-test-...`), in whichever
+/// hierarchies are mounted. The empty group `layerpack` itself may stay.
 fn cgroups(items: &mut BTreeSet<String>) -> Result<()> {
     let table = fs_err::read("/proc/self/mountinfo")?;
     for line in String::from_utf8_lossy(&table).lines() {
@@ -122,14 +123,19 @@ fn cgroups(items: &mut BTreeSet<String>) -> Result<()> {
         if !back.starts_with("cgroup") {
             continue;
         }
-        let mountpoint = front.split(' ').nth(4).unwrap_or_default();
-        let group = Path::new(mountpoint).join("layerpack");
-        let Ok(listing) = fs_err::read_dir(&group) else {
-            continue;
-        };
-        for entry in listing.filter_map(Result::ok) {
-            if entry.path().is_dir() {
-                items.insert(format!("cgroup: {}", entry.path().display()));
+        let mountpoint = Path::new(front.split(' ').nth(4).unwrap_or_default());
+        for (folder, prefix) in [
+            (mountpoint.join("layerpack"), ""),
+            (mountpoint.to_owned(), "layerpack-"),
+        ] {
+            let Ok(listing) = fs_err::read_dir(&folder) else {
+                continue;
+            };
+            for entry in listing.filter_map(Result::ok) {
+                let name = entry.file_name();
+                if name.to_string_lossy().starts_with(prefix) && entry.path().is_dir() {
+                    items.insert(format!("cgroup: {}", entry.path().display()));
+                }
             }
         }
     }

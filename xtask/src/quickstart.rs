@@ -137,6 +137,7 @@ pub(crate) fn clean(dir: Option<PathBuf>) -> Result<()> {
         }
     }
     fs_err::remove_dir_all(&places.work)?;
+    node::remove_empty_cgroups()?;
     println!("removed {}", places.work.display());
     Ok(())
 }

@@ -47,7 +47,7 @@ PYTHON
     ln /usr/local/bin/changed /usr/local/bin/linked
     ln -s changed /usr/local/bin/pointer
     mkfifo -m 600 /srv/fifo
-    truncate -s 64M /srv/sparse
+    truncate -s 4M /srv/sparse
     chown 1000:2000 /srv/sparse
     git log -1 --stat --format='%h %s' | tail -n 3
     ;;
@@ -60,7 +60,7 @@ check)
     [ ! -e /usr/share/doc/git ] || fail '/usr/share/doc/git came back'
     [ "$(cat /etc/motd)" = 'Changed in a sandbox.' ] || fail '/etc/motd is the old one'
     [ "$(stat -c %a:%h /usr/local/bin/linked)" = 4755:2 ] || fail 'mode or hard link is lost'
-    [ "$(stat -c %u:%g:%s /srv/sparse)" = 1000:2000:67108864 ] || fail '/srv/sparse is wrong'
+    [ "$(stat -c %u:%g:%s /srv/sparse)" = 1000:2000:4194304 ] || fail '/srv/sparse is wrong'
     python3 -m pytest -q -p no:cacheprovider tests/test_quickstart.py
     echo 'the change is there: commit, files, deletions, modes, links'
     ;;

@@ -1,5 +1,6 @@
 //! The quickstart's own node: its root directory, its store, and taking all of it down.
 
+use std::io::IsTerminal as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -39,10 +40,14 @@ impl Node {
     pub(super) fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(&self.binary);
         command
-            .args(arguments)
             .env("LAYERPACK_ROOT", &self.root)
             .env("LAYERPACK_STORE", &self.store)
             .env_remove("SOURCE_DATE_EPOCH");
+        // Progress redraws a line; in a log it would be noise.
+        if !std::io::stderr().is_terminal() {
+            command.arg("--quiet");
+        }
+        command.args(arguments);
         command
     }
 
@@ -174,6 +179,22 @@ pub(super) fn unmount_below(path: &Path) -> Result<()> {
         rustix::mount::unmount(mounted, flags)
             .with_context(|| format!("cannot unmount {}", mounted.display()))?;
         say(format!("taken down: the mount on {}", mounted.display()));
+    }
+    Ok(())
+}
+
+/// Removes the control groups called `layerpack` if no sandbox is in them.
+pub(super) fn remove_empty_cgroups() -> Result<()> {
+    let table = fs_err::read("/proc/self/mountinfo")?;
+    for line in String::from_utf8_lossy(&table).lines() {
+        let Some((front, back)) = line.split_once(" - ") else {
+            continue;
+        };
+        if back.starts_with("cgroup") {
+            let mountpoint = front.split(' ').nth(4).unwrap_or_default();
+            // Fails where it is in use or was never made: both are as they should be.
+            let _ = fs_err::remove_dir(Path::new(mountpoint).join("layerpack"));
+        }
     }
     Ok(())
 }

@@ -63,9 +63,12 @@ impl Report {
         let took = self.phases.iter().map(|row| row.took).sum();
         let fetched = sum(|row| row.fetched);
         phase("all of it", fetched, sum(|row| row.written), took);
-        if let Some(percent) = (fetched * 100).checked_div(columns[0]) {
-            println!("\nThe node fetched {percent}% of the bytes in the layers.");
-        }
+        let percent = |of: u64| (fetched * 100).checked_div(of).unwrap_or(0);
+        println!(
+            "\nThe node fetched {}% of what the store holds for these layers, {}% of the bytes in them.",
+            percent(columns[1]),
+            percent(columns[0])
+        );
         println!(
             "The whole quickstart took {:.1} seconds.",
             total.as_secs_f64()

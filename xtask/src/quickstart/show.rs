@@ -233,7 +233,8 @@ fn change(
         .phases
         .push(meter.phase("sandbox created, change made")?);
     let tree = node.output(&["sandbox", "exec", SANDBOX, "--", HARNESS, "tree"])?;
-    meter.phase("looking")?;
+    // What looking at it costs is no part of the change.
+    meter.restart()?;
     let (name, version) = SNAPSHOT
         .strip_prefix("diff/")
         .and_then(|rest| rest.split_once(':'))
@@ -298,7 +299,7 @@ fn second_build(
     let store = places.second_store();
     for (recipe, first) in recipes.iter().zip(digests) {
         let mut arguments = recipe.arguments()?;
-        arguments.extend(["--jobs", "1", "--quiet"].map(str::to_owned));
+        arguments.extend(["--jobs", "1"].map(str::to_owned));
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
         let built = node.json_in(&store, &arguments)?;
         let second = text(&built, "/digest")?;
@@ -426,17 +427,12 @@ impl<'a> Meter<'a> {
     /// Ends a phase: what it fetched, wrote and took.
     fn phase(&mut self, name: &'static str) -> Result<PhaseRow> {
         let took = self.since.elapsed();
-        let status = self.node.json(&["daemon", "status", "-o", "json"])?;
-        let total = |field: &str| number(&status, &format!("/node/totals/{field}"));
-        let fetched = total("meta_fetched_bytes")? + total("fetched_bytes")?;
-        let written = total("written_bytes")?;
-        if total("errors")? != 0 {
-            bail!("the daemon counts {} failed reads", total("errors")?);
-        }
+        let (fetched, written) = (self.fetched, self.written);
+        self.restart()?;
         let row = PhaseRow {
             name,
-            fetched: fetched.saturating_sub(self.fetched),
-            written: written.saturating_sub(self.written),
+            fetched: self.fetched.saturating_sub(fetched),
+            written: self.written.saturating_sub(written),
             took,
         };
         say(format!(
@@ -444,7 +440,19 @@ impl<'a> Meter<'a> {
             bytes(row.fetched),
             bytes(row.written)
         ));
-        (self.fetched, self.written, self.since) = (fetched, written, Instant::now());
         Ok(row)
+    }
+
+    /// Begins a phase.
+    fn restart(&mut self) -> Result<()> {
+        let status = self.node.json(&["daemon", "status", "-o", "json"])?;
+        let total = |field: &str| number(&status, &format!("/node/totals/{field}"));
+        if total("errors")? != 0 {
+            bail!("the daemon counts {} failed reads", total("errors")?);
+        }
+        self.fetched = total("meta_fetched_bytes")? + total("fetched_bytes")?;
+        self.written = total("written_bytes")?;
+        self.since = Instant::now();
+        Ok(())
     }
 }
