@@ -214,7 +214,11 @@ impl<'a> Resolver<'a> {
         if let Some(found) = self.merged.get(path) {
             return Ok(Rc::clone(found));
         }
-        let mut at = self.merged.get(&[] as &[u8]).map(Rc::clone).unwrap_or_default();
+        let mut at = self
+            .merged
+            .get(&[] as &[u8])
+            .map(Rc::clone)
+            .unwrap_or_default();
         let mut so_far: Vec<u8> = Vec::with_capacity(path.len());
         for name in components(path) {
             if !so_far.is_empty() {

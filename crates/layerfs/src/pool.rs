@@ -186,7 +186,10 @@ mod tests {
         }
         // Two threads and one place in the queue; how many jobs the threads took out of the
         // queue before it filled up is up to the scheduler.
-        assert!((17..=18).contains(&handed_back) || handed_back == 16, "{handed_back}");
+        assert!(
+            (17..=18).contains(&handed_back) || handed_back == 16,
+            "{handed_back}"
+        );
         *gate.0.lock() = true;
         gate.1.notify_all();
         let end = Instant::now() + Duration::from_secs(60);

@@ -133,8 +133,7 @@ fn privileged_a_killed_server_gives_errors_and_never_zeros() {
     let source = scratch.join("source");
     sample_tree(&source);
     let expected = files(&source);
-    let store =
-        LayerStore::new(Arc::new(FileStore::new(scratch.join("store")).unwrap()));
+    let store = LayerStore::new(Arc::new(FileStore::new(scratch.join("store")).unwrap()));
     let layer = publish(&store, "base/sample:1", &source, &[]);
     let root = scratch.join("root");
     {
@@ -153,7 +152,12 @@ fn privileged_a_killed_server_gives_errors_and_never_zeros() {
         }
         let mut child = Command::new(std::env::current_exe().unwrap());
         child
-            .args(["--ignored", "--exact", "--nocapture", "child_that_serves_a_layer"])
+            .args([
+                "--ignored",
+                "--exact",
+                "--nocapture",
+                "child_that_serves_a_layer",
+            ])
             .env(SCRATCH, scratch.path())
             .env(MANIFEST, layer.digest.to_string())
             .stdout(Stdio::piped());

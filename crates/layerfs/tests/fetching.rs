@@ -34,7 +34,11 @@ fn every_range_reads_right_cold_and_warm() {
     let f = fixture(mem());
     let size = f.data.len() as u64;
     for round in 0..2 {
-        let blob = f.blob(f.blobs.clone(), &f.scratch.join(format!("c{round}")), config());
+        let blob = f.blob(
+            f.blobs.clone(),
+            &f.scratch.join(format!("c{round}")),
+            config(),
+        );
         for (offset, len) in [
             (0, 1),
             (1, 5000),
@@ -71,10 +75,18 @@ fn little_is_fetched_when_little_is_read() {
     let blob = f.blob(gauge.clone(), &f.scratch.join("c"), config());
     read(&blob, &f.data, f.data.len() as u64 - 5000, 4000).unwrap();
     let fetched = gauge.bytes.load(Ordering::SeqCst);
-    assert!(fetched > 0 && fetched * 8 < f.data.len() as u64, "{fetched} of {}", f.data.len());
+    assert!(
+        fetched > 0 && fetched * 8 < f.data.len() as u64,
+        "{fetched} of {}",
+        f.data.len()
+    );
     assert_eq!(gauge.ranges.load(Ordering::SeqCst), 1);
     read(&blob, &f.data, f.data.len() as u64 - 5000, 4000).unwrap();
-    assert_eq!(gauge.ranges.load(Ordering::SeqCst), 1, "read again from the cache");
+    assert_eq!(
+        gauge.ranges.load(Ordering::SeqCst),
+        1,
+        "read again from the cache"
+    );
     // Neighbours come together: far fewer requests than frames.
     read(&blob, &f.data, 0, f.data.len()).unwrap();
     let frames = f.locator().frames().len() as u64;
@@ -249,7 +261,9 @@ fn closing_wakes_those_who_wait() {
     assert!(fetcher.close(LONG));
     assert_eq!(fetcher.inflight_bytes(), 0);
     assert_eq!(
-        read(&blob, &f.data, 3_000_000, 100_000).unwrap_err().errno(),
+        read(&blob, &f.data, 3_000_000, 100_000)
+            .unwrap_err()
+            .errno(),
         Errno::IO
     );
 }
@@ -389,7 +403,11 @@ fn presence_survives_what_it_may_and_nothing_else() {
             }
         }
         let cache = f.cache(&copy, BOOT);
-        assert_eq!((0..cache.extents()).filter(|i| cache.has(*i)).count(), 0, "{damage}");
+        assert_eq!(
+            (0..cache.extents()).filter(|i| cache.has(*i)).count(),
+            0,
+            "{damage}"
+        );
     }
 }
 

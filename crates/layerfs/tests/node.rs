@@ -113,7 +113,10 @@ fn privileged_a_layer_shows_its_source_and_fetches_little() {
     .unwrap();
     assert!(listed.get("large").is_some());
     let status = node.status();
-    assert_eq!((status.totals.fetched_bytes, status.totals.served_bytes), (0, 0));
+    assert_eq!(
+        (status.totals.fetched_bytes, status.totals.served_bytes),
+        (0, 0)
+    );
 
     // One small file: a few frames.
     let small = std::fs::read(up.mountpoint.join("small/7")).unwrap();
@@ -207,13 +210,22 @@ fn privileged_leases_and_stop() {
     .unwrap();
     let error = Node::start(config(&root)).unwrap_err();
     assert!(matches!(error, LayerfsError::Owned { .. }), "{error}");
-    assert!(error.to_string().contains(&format!("process {}", std::process::id())));
+    assert!(
+        error
+            .to_string()
+            .contains(&format!("process {}", std::process::id()))
+    );
 
     let first = node.stack_up(&store, &digests, &lease("one")).unwrap();
     assert_eq!(first.lowers.len(), 3);
     assert!(first.lowers[0].join("c").exists() && first.lowers[2].join("a").exists());
-    assert_eq!(node.stack_up(&store, &digests, &lease("one")).unwrap(), first);
-    let other = node.stack_up(&store, &digests[..1], &lease("one")).unwrap_err();
+    assert_eq!(
+        node.stack_up(&store, &digests, &lease("one")).unwrap(),
+        first
+    );
+    let other = node
+        .stack_up(&store, &digests[..1], &lease("one"))
+        .unwrap_err();
     assert!(matches!(other, LayerfsError::LeaseTaken { .. }));
     for bad in ["", "../x", "a/b", ".hidden", &"x".repeat(129)] {
         let error = node.stack_up(&store, &digests, &lease(bad)).unwrap_err();
@@ -227,7 +239,10 @@ fn privileged_leases_and_stop() {
 
     let error = node.stop(false).unwrap_err();
     let text = error.to_string();
-    assert!(text.contains("lease one") && text.contains("lease two"), "{text}");
+    assert!(
+        text.contains("lease one") && text.contains("lease two"),
+        "{text}"
+    );
     assert!(first.lowers[0].join("c").exists(), "still serving");
 
     node.release("one").unwrap();
@@ -240,7 +255,10 @@ fn privileged_leases_and_stop() {
     assert_eq!(node.leases(), []);
 
     // A process that ends takes its lease with it.
-    let mut child = std::process::Command::new("sleep").arg("600").spawn().unwrap();
+    let mut child = std::process::Command::new("sleep")
+        .arg("600")
+        .spawn()
+        .unwrap();
     let spec = LeaseSpec {
         pid: Some(child.id()),
         ..lease("three")
@@ -256,7 +274,10 @@ fn privileged_leases_and_stop() {
     // In use, though without a lease.
     let up = node.layer_up(&store, &digests[0]).unwrap();
     let open = std::fs::File::open(up.mountpoint.join("a")).unwrap();
-    assert!(matches!(node.stop(false).unwrap_err(), LayerfsError::InUse { .. }));
+    assert!(matches!(
+        node.stop(false).unwrap_err(),
+        LayerfsError::InUse { .. }
+    ));
     drop(open);
     node.stop(false).unwrap();
     assert!(matches!(
@@ -284,7 +305,9 @@ fn privileged_copies_of_mounts_outlive_release() {
         ..config(&scratch.join("root"))
     })
     .unwrap();
-    let stack = node.stack_up(&store, &[layer.digest], &lease("one")).unwrap();
+    let stack = node
+        .stack_up(&store, &[layer.digest], &lease("one"))
+        .unwrap();
     let copy = scratch.mkdir("copy").unwrap();
     let fd = layerpack_sys::mount::bind(&stack.lowers[0]).unwrap();
     layerpack_sys::mount::attach(std::os::fd::AsFd::as_fd(&fd), &copy).unwrap();
@@ -347,7 +370,16 @@ fn privileged_implicit_directories_follow_the_stack() {
     set(&tools.join("opt"), 0o755, 0);
     std::fs::write(tools.join("usr/local/lib/tool"), b"tool").unwrap();
     std::fs::write(tools.join("new/deep/file"), b"file").unwrap();
-    let implicit = ["", "new", "opt", "root", "tmp", "usr", "usr/local", "usr/local/lib"];
+    let implicit = [
+        "",
+        "new",
+        "opt",
+        "root",
+        "tmp",
+        "usr",
+        "usr/local",
+        "usr/local/lib",
+    ];
 
     let base = publish(&store, "base/b:1", &base, &[]);
     let tools = publish(&store, "toolkit/t:1", &tools, &implicit);
@@ -370,7 +402,10 @@ fn privileged_implicit_directories_follow_the_stack() {
         assert_eq!(look("new"), (0o755, 0, 0));
         let mut value = [0; 10];
         let opt = merged.path().join("opt");
-        assert_eq!(rustix::fs::lgetxattr(&opt, "user.kept", &mut value).unwrap(), 3);
+        assert_eq!(
+            rustix::fs::lgetxattr(&opt, "user.kept", &mut value).unwrap(),
+            3
+        );
         for (path, bytes) in [("usr/local/lib/tool", b"tool"), ("new/deep/file", b"file")] {
             assert_eq!(std::fs::read(merged.path().join(path)).unwrap(), bytes);
         }
@@ -384,7 +419,9 @@ fn privileged_implicit_directories_follow_the_stack() {
     node.release("two").unwrap();
     assert!(!other.lowers[0].join("tmp").exists());
     // The base alone needs none.
-    let alone = node.stack_up(&store, &digests[..1], &lease("three")).unwrap();
+    let alone = node
+        .stack_up(&store, &digests[..1], &lease("three"))
+        .unwrap();
     assert_eq!(alone.lowers.len(), 1);
     node.release("three").unwrap();
     node.stop(false).unwrap();
@@ -425,15 +462,23 @@ fn privileged_a_restart_sweeps_and_restores() {
     let store = LayerStore::new(Arc::clone(&blobs));
     let layer = publish(&store, "base/sample:1", &source, &[]);
     let stores: Stores = Arc::default();
-    stores.lock().unwrap().insert(blobs.url(), Arc::clone(&blobs));
+    stores
+        .lock()
+        .unwrap()
+        .insert(blobs.url(), Arc::clone(&blobs));
 
     let node = Node::start(with_stores(&root, &stores)).unwrap();
-    let mut child = std::process::Command::new("sleep").arg("600").spawn().unwrap();
+    let mut child = std::process::Command::new("sleep")
+        .arg("600")
+        .spawn()
+        .unwrap();
     let dead = LeaseSpec {
         pid: Some(child.id()),
         ..lease("dead")
     };
-    let stack = node.stack_up(&store, &[layer.digest], &lease("live")).unwrap();
+    let stack = node
+        .stack_up(&store, &[layer.digest], &lease("live"))
+        .unwrap();
     node.stack_up(&store, &[layer.digest], &dead).unwrap();
     let large = stack.lowers[0].join("large");
     assert!(std::fs::read(&large).unwrap() == noise(2000, 1_500_000));
@@ -488,17 +533,26 @@ fn privileged_damaged_layers_do_not_come_up() {
         let root = scratch.join(format!("root-{kind}"));
         let node = Node::start(config(&root)).unwrap();
         let dir = store_dir.join(kind);
-        let path = std::fs::read_dir(&dir).unwrap().next().unwrap().unwrap().path();
+        let path = std::fs::read_dir(&dir)
+            .unwrap()
+            .next()
+            .unwrap()
+            .unwrap()
+            .path();
         let good = std::fs::read(&path).unwrap();
         let mut bad = good.clone();
         let middle = bad.len() / 2;
         bad[middle] ^= 0x40;
         std::fs::write(&path, &bad).unwrap();
-        let error = node.stack_up(&store, &[layer.digest], &lease("x")).unwrap_err();
+        let error = node
+            .stack_up(&store, &[layer.digest], &lease("x"))
+            .unwrap_err();
         assert!(error.to_string().contains(kind), "{kind}: {error}");
         assert_eq!(node.leases(), []);
         std::fs::remove_file(&path).unwrap();
-        let error = node.stack_up(&store, &[layer.digest], &lease("x")).unwrap_err();
+        let error = node
+            .stack_up(&store, &[layer.digest], &lease("x"))
+            .unwrap_err();
         assert!(error.to_string().contains(kind), "{kind}: {error}");
         assert_eq!(mounts_below(&root).len(), 1, "only the blob directory");
         std::fs::write(&path, &good).unwrap();

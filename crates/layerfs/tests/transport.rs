@@ -224,7 +224,11 @@ fn privileged_reads_give_the_sources_bytes() {
     if !is_root() || !Path::new("/dev/fuse").exists() {
         skip!("needs root and /dev/fuse");
     }
-    for (mode, channels) in [(OpenMode::Cached, 1), (OpenMode::Cached, 4), (OpenMode::Direct, 4)] {
+    for (mode, channels) in [
+        (OpenMode::Cached, 1),
+        (OpenMode::Cached, 4),
+        (OpenMode::Direct, 4),
+    ] {
         let served = serve(mode, channels);
         for (name, ino) in [("quick", QUICK), ("pooled", POOLED)] {
             let whole = std::fs::read(served.path(name)).unwrap();
@@ -305,7 +309,10 @@ fn privileged_directory_and_attributes() {
     assert_eq!((stat.ino(), stat.permissions().mode()), (1, 0o040_555));
 
     let statfs = rustix::fs::statvfs(&root).unwrap();
-    assert_eq!((statfs.f_bfree, statfs.f_bavail, statfs.f_namemax), (0, 0, 255));
+    assert_eq!(
+        (statfs.f_bfree, statfs.f_bavail, statfs.f_namemax),
+        (0, 0, 255)
+    );
     assert!(statfs.f_blocks * statfs.f_frsize >= 1 << 43);
 
     let missing = std::fs::File::open(served.path("missing")).unwrap_err();
@@ -313,7 +320,10 @@ fn privileged_directory_and_attributes() {
     let below = std::fs::File::open(served.path("quick/below")).unwrap_err();
     assert_eq!(errno(&below), Some(Errno::NOTDIR));
     for error in [
-        std::fs::OpenOptions::new().write(true).open(served.path("quick")).unwrap_err(),
+        std::fs::OpenOptions::new()
+            .write(true)
+            .open(served.path("quick"))
+            .unwrap_err(),
         std::fs::write(served.path("new"), b"x").unwrap_err(),
         std::fs::remove_file(served.path("quick")).unwrap_err(),
         std::fs::create_dir(served.path("new")).unwrap_err(),
@@ -422,8 +432,7 @@ fn privileged_waiting_reads_do_not_block_cached_ones() {
 fn child_that_serves_and_never_answers() {
     let device = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
     let source = Patterns::new(OpenMode::Direct);
-    let session =
-        Session::start(vec![device], SessionConfig::RECOMMENDED, source.clone()).unwrap();
+    let session = Session::start(vec![device], SessionConfig::RECOMMENDED, source.clone()).unwrap();
     while source.waiting.load(Ordering::SeqCst) == 0 {
         std::thread::sleep(Duration::from_millis(2));
     }
@@ -445,7 +454,12 @@ fn privileged_another_process_takes_over() {
     let kept = all.pop().unwrap();
     let mut child = Command::new(std::env::current_exe().unwrap());
     child
-        .args(["--ignored", "--exact", "--nocapture", "child_that_serves_and_never_answers"])
+        .args([
+            "--ignored",
+            "--exact",
+            "--nocapture",
+            "child_that_serves_and_never_answers",
+        ])
         .stdin(kept.try_clone().unwrap())
         .stdout(Stdio::piped());
     let mut child = ChildGuard::spawn(&mut child).unwrap();

@@ -184,7 +184,12 @@ pub(super) struct PresenceFile(fs_err::File);
 impl PresenceFile {
     /// Replaces the live file by one that says `bits`. Its blocks are all written here, so
     /// that later changes of single words need no space on most filesystems.
-    pub(super) fn create(dir: &Path, path: &Path, identity: &Identity, bits: &[u64]) -> Result<Self> {
+    pub(super) fn create(
+        dir: &Path,
+        path: &Path,
+        identity: &Identity,
+        bits: &[u64],
+    ) -> Result<Self> {
         let header = header(identity, 0);
         crate::files::replace(dir, path, &[header.as_bytes(), &encode(bits)], false)?;
         let file = fs_err::OpenOptions::new()

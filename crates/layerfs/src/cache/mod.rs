@@ -185,11 +185,7 @@ impl BlobCache {
 
     /// Declares extents present whose bytes were all written before. Returns how many were not
     /// present until now; `each` is called with those.
-    pub fn mark(
-        &self,
-        indices: impl IntoIterator<Item = u64>,
-        mut each: impl FnMut(u64),
-    ) {
+    pub fn mark(&self, indices: impl IntoIterator<Item = u64>, mut each: impl FnMut(u64)) {
         let mut changed: Vec<usize> = Vec::new();
         for index in indices {
             if index >= self.extents {
@@ -217,7 +213,10 @@ impl BlobCache {
         if let Some(file) = live.as_ref() {
             // Loaded under the lock, so that a word in the file never goes back in time.
             let result = changed.iter().try_for_each(|word| {
-                let bits = self.words.get(*word).map_or(0, |w| w.load(Ordering::Acquire));
+                let bits = self
+                    .words
+                    .get(*word)
+                    .map_or(0, |w| w.load(Ordering::Acquire));
                 file.set_word(*word, bits)
             });
             if let Err(e) = result {

@@ -92,10 +92,11 @@ impl Flights {
         claim
     }
 
-    /// Ends a flight: tells everybody who waits and takes it out of the table.
+    /// Ends a flight: takes it out of the table and tells everybody who waits. In this order: one
+    /// who is told of a failure and asks again must not meet the same flight.
     pub(super) fn land(&self, generation: u64, frame: u32, flight: &Flight, outcome: Outcome) {
+        self.0.lock().remove(&(generation, frame));
         *flight.outcome.lock() = Some(outcome);
         flight.landed.notify_all();
-        self.0.lock().remove(&(generation, frame));
     }
 }

@@ -64,7 +64,9 @@ pub enum ReadError {
     #[error("frame cannot be had from the store")]
     Store(#[source] Box<StoreError>),
     /// The store's bytes are not what the layer's map says.
-    #[error("extent {extent} at byte {offset} of the layer's data is not what its digest says; verify the layer in its store")]
+    #[error(
+        "extent {extent} at byte {offset} of the layer's data is not what its digest says; verify the layer in its store"
+    )]
     Damaged {
         /// Number of the extent in the layer's map.
         extent: u64,
@@ -352,7 +354,9 @@ impl Blob {
         match &result {
             Ok(()) => {
                 self.counters.reads.fetch_add(1, Ordering::Relaxed);
-                self.counters.served.fetch_add(end - offset, Ordering::Relaxed);
+                self.counters
+                    .served
+                    .fetch_add(end - offset, Ordering::Relaxed);
             }
             Err(e) => {
                 buf.clear();
@@ -383,7 +387,9 @@ impl Blob {
         let result = self.read_pieces(offset, end, deadline, buf);
         match &result {
             Ok(()) => {
-                self.counters.served.fetch_add(end - offset, Ordering::Relaxed);
+                self.counters
+                    .served
+                    .fetch_add(end - offset, Ordering::Relaxed);
             }
             Err(e) => {
                 buf.clear();
@@ -431,8 +437,7 @@ impl Blob {
                 // The locator changed under way: plan again with the new one.
                 continue;
             }
-            let assembled =
-                self.assemble(&source, at, piece_end, offset, end, &landed.passed, buf);
+            let assembled = self.assemble(&source, at, piece_end, offset, end, &landed.passed, buf);
             // A damaged frame only matters to those who need its damaged part.
             match (assembled, landed.failed) {
                 (Ok(()), _) => {}
@@ -562,14 +567,15 @@ impl Blob {
                 offset: extent.data_offset,
             };
             let skip = u64::from(start) + (from - extent.data_offset);
-            let bytes = passed
-                .iter()
-                .find(|(number, _)| *number == frame)
-                .and_then(|(_, bytes)| {
-                    let skip = usize::try_from(skip).ok()?;
-                    // The worker found the extent whole and right before it passed the frame.
-                    bytes.get(skip..skip.checked_add(target.len())?)
-                });
+            let bytes =
+                passed
+                    .iter()
+                    .find(|(number, _)| *number == frame)
+                    .and_then(|(_, bytes)| {
+                        let skip = usize::try_from(skip).ok()?;
+                        // The worker found the extent whole and right before it passed the frame.
+                        bytes.get(skip..skip.checked_add(target.len())?)
+                    });
             match bytes {
                 Some(bytes) => target.copy_from_slice(bytes),
                 None => return Err(missing),

@@ -188,9 +188,9 @@ impl Blob {
         let mut damaged = None;
         let mut good: Vec<Piece<'_>> = Vec::new();
         for index in source.locator.extents_of_frame(frame) {
-            let placed = usize::try_from(*index).ok().and_then(|at| {
-                Some((self.map.extents().get(at)?, source.locator.extent(at)?.1))
-            });
+            let placed = usize::try_from(*index)
+                .ok()
+                .and_then(|at| Some((self.map.extents().get(at)?, source.locator.extent(at)?.1)));
             let Some((extent, start)) = placed else {
                 continue;
             };

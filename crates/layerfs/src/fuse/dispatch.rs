@@ -71,9 +71,21 @@ pub(crate) fn handle(
         },
         // ENOSYS would reach the caller of ioctl(2), where cp, df and copy-up expect ENOTTY.
         op::IOCTL => reply.error(Errno::NOTTY),
-        op::WRITE | op::SETATTR | op::SYMLINK | op::MKNOD | op::MKDIR | op::UNLINK | op::RMDIR
-        | op::RENAME | op::RENAME2 | op::LINK | op::SETXATTR | op::REMOVEXATTR | op::CREATE
-        | op::FALLOCATE | op::TMPFILE => reply.error(Errno::ROFS),
+        op::WRITE
+        | op::SETATTR
+        | op::SYMLINK
+        | op::MKNOD
+        | op::MKDIR
+        | op::UNLINK
+        | op::RMDIR
+        | op::RENAME
+        | op::RENAME2
+        | op::LINK
+        | op::SETXATTR
+        | op::REMOVEXATTR
+        | op::CREATE
+        | op::FALLOCATE
+        | op::TMPFILE => reply.error(Errno::ROFS),
         _ => reply.error(Errno::NOSYS),
     }
 }
@@ -225,15 +237,21 @@ fn readdir(source: &dyn BlobSource, node: u64, body: &[u8], plus: bool, reply: R
     let mut out = Vec::with_capacity(limit.min(64 * 1024));
     let dots: [(&[u8], Option<BlobAttr>); 2] = [(b".", None), (b"..", None)];
     let blobs = source.list();
-    let entries = dots
-        .into_iter()
-        .chain(blobs.iter().map(|(name, blob)| (name.as_slice(), Some(*blob))));
+    let entries = dots.into_iter().chain(
+        blobs
+            .iter()
+            .map(|(name, blob)| (name.as_slice(), Some(*blob))),
+    );
     for (index, (name, blob)) in entries.enumerate().skip(start) {
         let dirent = Dirent {
             ino: blob.map_or(ROOT_ID, |b| b.ino),
             off: index as u64 + 1,
             namelen: u32::try_from(name.len()).unwrap_or(0),
-            kind: if blob.is_some() { abi::DT_REG } else { abi::DT_DIR },
+            kind: if blob.is_some() {
+                abi::DT_REG
+            } else {
+                abi::DT_DIR
+            },
         };
         let fixed = size_of::<Dirent>() + if plus { size_of::<EntryOut>() } else { 0 };
         let padded = (fixed + name.len()).next_multiple_of(8);

@@ -238,7 +238,10 @@ fn serve(shared: &Arc<Shared>, channel: &Arc<Channel>, source: &Arc<dyn BlobSour
             }
         }));
         if handled.is_err() {
-            tracing::error!(opcode = header.opcode, "a FUSE request panicked; it got EIO");
+            tracing::error!(
+                opcode = header.opcode,
+                "a FUSE request panicked; it got EIO"
+            );
         }
     }
 }
@@ -289,8 +292,10 @@ fn initialise(shared: &Shared, body: &[u8], reply: Reply) {
     let out = InitOut {
         major: abi::KERNEL_VERSION,
         minor: negotiated.minor,
-        // Cut down by the kernel to what it offered; the rest is raised at the bdi.
-        max_readahead: asked.max_readahead,
+        // The kernel takes the smaller of this and what the mount's bdi says when the answer
+        // arrives, 128 KiB or what was written to its read_ahead_kb before: so no limit here,
+        // else a larger value written early would be cut down again.
+        max_readahead: u32::MAX,
         flags: u32::try_from(flags & u64::from(u32::MAX)).unwrap_or(0),
         max_background: background,
         congestion_threshold: background - background / 4,

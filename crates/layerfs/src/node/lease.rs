@@ -46,7 +46,10 @@ pub(super) fn check_id(id: &str) -> Result<()> {
 /// Identity of the running kernel's boot, as text.
 pub(super) fn boot_text() -> Result<String> {
     let path = Path::new("/proc/sys/kernel/random/boot_id");
-    Ok(fs_err::read_to_string(path).at("read", path)?.trim().to_owned())
+    Ok(fs_err::read_to_string(path)
+        .at("read", path)?
+        .trim()
+        .to_owned())
 }
 
 /// When a process started, in clock ticks after boot; `None` if there is none (zombies count
@@ -78,7 +81,9 @@ impl Record {
         self.boot == boot
             && match self.info.spec.pid {
                 None => true,
-                Some(pid) => self.process_start.is_some() && process_start(pid) == self.process_start,
+                Some(pid) => {
+                    self.process_start.is_some() && process_start(pid) == self.process_start
+                }
             }
     }
 

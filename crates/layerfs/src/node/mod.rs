@@ -227,7 +227,9 @@ impl Node {
             .collect();
         for id in dead {
             if let Err(e) = self.release(&id) {
-                self.problem(format!("lease {id} of a dead process cannot be released: {e}"));
+                self.problem(format!(
+                    "lease {id} of a dead process cannot be released: {e}"
+                ));
             }
         }
         self.trim_idle();
@@ -368,17 +370,21 @@ fn serve_blobs(config: &NodeConfig, root: &Path, registry: &Arc<Registry>) -> Re
     };
     let device = fusedev::open().map_err(unsupported)?;
     let source = format!("layerpack:{}", root.display());
-    let source = if source.len() < 256 { source.as_str() } else { "layerpack" };
-    let fd = mount::fuse(device.as_fd(), false, config.session.max_read, source)
-        .map_err(unsupported)?;
+    let source = if source.len() < 256 {
+        source.as_str()
+    } else {
+        "layerpack"
+    };
+    let fd =
+        mount::fuse(device.as_fd(), false, config.session.max_read, source).map_err(unsupported)?;
     let mut channels: Vec<OwnedFd> = Vec::with_capacity(config.channels.max(1));
     for _ in 1..config.channels.max(1) {
         channels.push(fusedev::clone(device.as_fd())?);
     }
     channels.push(device);
     let source: Arc<dyn crate::fuse::BlobSource> = Arc::clone(registry) as _;
-    let session = Session::start(channels, config.session, source)
-        .at("start threads for", &blobs)?;
+    let session =
+        Session::start(channels, config.session, source).at("start threads for", &blobs)?;
     mount::attach(fd.as_fd(), &blobs)?;
     // A descriptor of the mount would keep it alive after unmount.
     drop(fd);
@@ -395,11 +401,7 @@ fn serve_blobs(config: &NodeConfig, root: &Path, registry: &Arc<Registry>) -> Re
 
 /// Sets a mount's readahead; the kernel's own is 128 KiB, and FUSE cannot ask for more.
 fn set_read_ahead(device: u64, kib: u32) {
-    write_read_ahead(
-        rustix::fs::major(device),
-        rustix::fs::minor(device),
-        kib,
-    );
+    write_read_ahead(rustix::fs::major(device), rustix::fs::minor(device), kib);
 }
 
 fn write_read_ahead(major: u32, minor: u32, kib: u32) {
@@ -439,7 +441,9 @@ fn take_lock(root: &Path) -> Result<fs_err::File> {
             return Err(e).at("lock", &path);
         }
         let mut holder = String::new();
-        let _ = Read::by_ref(&mut file).take(100).read_to_string(&mut holder);
+        let _ = Read::by_ref(&mut file)
+            .take(100)
+            .read_to_string(&mut holder);
         let holder = holder.trim();
         return Err(LayerfsError::Owned {
             root: root.to_path_buf(),

@@ -121,9 +121,7 @@ impl Registry {
             .collect();
         for entry in &gone {
             tables.by_ino.remove(&entry.ino);
-            tables
-                .by_name
-                .remove(entry.blob.layer().hex().as_bytes());
+            tables.by_name.remove(entry.blob.layer().hex().as_bytes());
         }
         gone
     }

@@ -85,20 +85,22 @@ impl Node {
         self.leases
             .lock()
             .insert(lease.id.clone(), Record::new(info, &self.boot_text));
-        let result = self.bring_stack_up(&store, parsed, manifests).and_then(|lowers| {
-            let record = {
-                let mut leases = self.leases.lock();
-                let Some(record) = leases.get_mut(&lease.id) else {
-                    return Err(LayerfsError::UnknownLease {
-                        id: lease.id.clone(),
-                    });
+        let result = self
+            .bring_stack_up(&store, parsed, manifests)
+            .and_then(|lowers| {
+                let record = {
+                    let mut leases = self.leases.lock();
+                    let Some(record) = leases.get_mut(&lease.id) else {
+                        return Err(LayerfsError::UnknownLease {
+                            id: lease.id.clone(),
+                        });
+                    };
+                    record.info.stack.lowers = lowers;
+                    record.clone()
                 };
-                record.info.stack.lowers = lowers;
-                record.clone()
-            };
-            record.save(&self.root.join("leases"))?;
-            Ok(record.info.stack)
-        });
+                record.save(&self.root.join("leases"))?;
+                Ok(record.info.stack)
+            });
         if result.is_err() {
             self.leases.lock().remove(&lease.id);
             drop(stacking);

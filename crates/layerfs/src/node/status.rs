@@ -31,11 +31,14 @@ impl Node {
         let mounted: Vec<LayerId> = known.keys().copied().collect();
         for entry in self.registry.entries() {
             let manifest = entry.blob.manifest();
-            known
-                .entry(entry.blob.layer())
-                .or_insert_with(|| (manifest.clone(), manifest.digest().unwrap_or_else(|_| {
-                    *entry.blob.layer().digest()
-                })));
+            known.entry(entry.blob.layer()).or_insert_with(|| {
+                (
+                    manifest.clone(),
+                    manifest
+                        .digest()
+                        .unwrap_or_else(|_| *entry.blob.layer().digest()),
+                )
+            });
         }
         let layers: Vec<LayerStatus> = known
             .into_iter()
@@ -48,7 +51,13 @@ impl Node {
         let totals = Totals {
             layers: mounted.len(),
             leases: self.leases.lock().len(),
-            layer_bytes: sum(|l| if l.mounted { l.meta_bytes + l.data_bytes } else { 0 }),
+            layer_bytes: sum(|l| {
+                if l.mounted {
+                    l.meta_bytes + l.data_bytes
+                } else {
+                    0
+                }
+            }),
             cached_bytes: sum(|l| l.cached_bytes),
             meta_fetched_bytes: meta_fetched,
             fetched_bytes: sum(|l| l.fetched_bytes),

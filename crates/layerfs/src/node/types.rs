@@ -61,9 +61,7 @@ impl NodeConfig {
             read_ahead_kb: 1024,
             idle_layers: 64,
             housekeeping: Duration::from_secs(15),
-            open_store: Arc::new(|url| {
-                layerpack_store::open_url(url).map(LayerStore::new)
-            }),
+            open_store: Arc::new(|url| layerpack_store::open_url(url).map(LayerStore::new)),
         }
     }
 }

@@ -24,9 +24,8 @@ use layerpack_layerfs::cache::{BlobCache, BootId};
 use layerpack_layerfs::fetch::{Blob, BlobParts, FetchConfig, Fetcher};
 use layerpack_layerfs::fuse::ReplyBuf;
 use layerpack_store::{
-    BlobStore, BlobWriter, Draft, Extent, Key, LayerMap, LayerStore, Locator, Manifest,
-    MapBuilder, ObjectInfo, PutMode, PutOutcome, Published, Result as StoreResult, StoreError,
-    WriterOptions,
+    BlobStore, BlobWriter, Draft, Extent, Key, LayerMap, LayerStore, Locator, Manifest, MapBuilder,
+    ObjectInfo, Published, PutMode, PutOutcome, Result as StoreResult, StoreError, WriterOptions,
 };
 
 pub const LONG: Duration = Duration::from_secs(60);
@@ -78,7 +77,10 @@ fn metadata(path: &Path) -> Metadata {
 
 impl Builder<'_> {
     fn directory(&mut self, path: &Path, at: NodeId) {
-        let mut entries: Vec<_> = std::fs::read_dir(path).unwrap().map(|e| e.unwrap()).collect();
+        let mut entries: Vec<_> = std::fs::read_dir(path)
+            .unwrap()
+            .map(|e| e.unwrap())
+            .collect();
         entries.sort_by_key(std::fs::DirEntry::file_name);
         for entry in entries {
             let path = entry.path();
@@ -307,7 +309,10 @@ pub fn read(
     if result.is_ok() {
         let start = (offset as usize).min(data.len());
         let end = (start + len).min(data.len());
-        assert!(buf.as_slice() == &data[start..end], "wrong bytes at {offset}+{len}");
+        assert!(
+            buf.as_slice() == &data[start..end],
+            "wrong bytes at {offset}+{len}"
+        );
     } else {
         assert!(buf.as_slice().is_empty(), "bytes beside an error");
     }
@@ -350,8 +355,12 @@ impl BlobStore for Gauge {
     }
     fn get_range(&self, key: &Key, range: Range<u64>) -> StoreResult<Vec<u8>> {
         self.ranges.fetch_add(1, Ordering::SeqCst);
-        self.bytes.fetch_add(range.end - range.start, Ordering::SeqCst);
-        self.seen.lock().unwrap().push((key.to_string(), range.clone()));
+        self.bytes
+            .fetch_add(range.end - range.start, Ordering::SeqCst);
+        self.seen
+            .lock()
+            .unwrap()
+            .push((key.to_string(), range.clone()));
         let mut guard = self.gate.0.lock().unwrap();
         while self.shut.load(Ordering::SeqCst) {
             guard = self.gate.1.wait(guard).unwrap();
