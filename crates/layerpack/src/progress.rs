@@ -21,6 +21,8 @@ const PATH_WIDTH: usize = 60;
 /// Shows what the packer reports.
 #[derive(Debug)]
 pub(crate) struct Reporter {
+    /// What is worked on, fit for a terminal.
+    title: String,
     sink: Sink,
     entries: AtomicU64,
     bytes: AtomicU64,
@@ -42,7 +44,7 @@ struct State {
 }
 
 impl Reporter {
-    /// A reporter for what is called `title`.
+    /// A reporter for work on what is called `title`.
     pub(crate) fn new(title: &str, quiet: bool) -> Self {
         let sink = if quiet {
             Sink::Silent
@@ -61,6 +63,7 @@ impl Reporter {
             shown: Instant::now(),
         };
         Self {
+            title: printable(title),
             sink,
             entries: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
@@ -133,14 +136,15 @@ impl layerpack_packer::Progress for Reporter {
     }
 
     fn phase(&self, phase: &str) {
-        if let Ok(mut state) = self.state.lock() {
-            state.phase = printable(phase);
-            state.path.clear();
-        }
+        let shown = format!("{}: {}", self.title, printable(phase));
         match &self.sink {
-            Sink::Live(bar) => bar.set_message(format!("{}: {}", printable(phase), self.counts())),
-            Sink::Plain => note(&printable(phase)),
+            Sink::Live(bar) => bar.set_message(format!("{shown}: {}", self.counts())),
+            Sink::Plain => note(&shown),
             Sink::Silent => {}
+        }
+        if let Ok(mut state) = self.state.lock() {
+            state.phase = shown;
+            state.path.clear();
         }
     }
 }

@@ -11,7 +11,7 @@ use std::process::Stdio;
 use layerpack_fixtures::{is_root, skip};
 use support::{Node, describe, mounts, one_error, processes};
 
-/// A node with the layer `base/root:1` and, over it, `workspace/w:1` at /work.
+/// A node with the layer `base/root:1` and, over it, `workspace/w:1` at /project.
 fn node(label: &str) -> Node {
     let node = Node::new(label);
     let root = node.scratch.mkdir("rootfs").unwrap();
@@ -21,7 +21,7 @@ fn node(label: &str) -> Node {
     fs_err::write(work.join("hello.txt"), "hello from the workspace\n").unwrap();
     fs_err::create_dir_all(work.join("gone")).unwrap();
     fs_err::write(work.join("gone/inner"), "to be deleted\n").unwrap();
-    node.build("workspace/w:1", &work, &["--at", "/work"]);
+    node.build("workspace/w:1", &work, &["--at", "/project"]);
     node
 }
 
@@ -48,7 +48,7 @@ fn privileged_run_passes_output_input_and_code() {
         arguments.extend(command);
         node.run(arguments)
     };
-    let output = run(&[], &["cat", "/work/hello.txt"]);
+    let output = run(&[], &["cat", "/project/hello.txt"]);
     assert!(output.status.success(), "{}", describe(&output));
     assert_eq!(output.stdout, b"hello from the workspace\n");
     assert!(output.stderr.is_empty(), "{}", describe(&output));
@@ -164,7 +164,7 @@ fn privileged_a_change_survives_as_a_snapshot() {
     );
     assert!(list[0]["pid"].as_u64().unwrap() > 1);
 
-    let script = "set -e; cd /work; echo changed > hello.txt; rm -r gone; mkdir gone; echo new > gone/other; \
+    let script = "set -e; cd /project; echo changed > hello.txt; rm -r gone; mkdir gone; echo new > gone/other; \
                   touch /root/mine; chmod 600 /root/mine; mkdir -p deep/er; ln -s ../hello.txt deep/link; rm /etc/group";
     let output = node.run(["sandbox", "exec", "lasting", "--", "sh", "-c", script]);
     assert!(output.status.success(), "{}", describe(&output));
@@ -187,7 +187,14 @@ fn privileged_a_change_survives_as_a_snapshot() {
     ]);
     assert!(line.starts_with("diff/change:1 b3:"), "{line}");
     // The sandbox goes on.
-    let output = node.run(["sandbox", "exec", "lasting", "--", "cat", "/work/hello.txt"]);
+    let output = node.run([
+        "sandbox",
+        "exec",
+        "lasting",
+        "--",
+        "cat",
+        "/project/hello.txt",
+    ]);
     assert_eq!(output.stdout, b"changed\n", "{}", describe(&output));
     // Nothing changed meanwhile: the same snapshot.
     assert_eq!(
@@ -203,7 +210,14 @@ fn privileged_a_change_survives_as_a_snapshot() {
         ]),
         line
     );
-    node.run(["sandbox", "exec", "lasting", "--", "touch", "/work/later"]);
+    node.run([
+        "sandbox",
+        "exec",
+        "lasting",
+        "--",
+        "touch",
+        "/project/later",
+    ]);
     let error = node.fails(
         1,
         [
@@ -237,7 +251,7 @@ fn privileged_a_change_survives_as_a_snapshot() {
         &["diff/change:1"][..],
         &["base/root:1", "workspace/w:1", "diff/change:1"],
     ] {
-        let mut arguments = vec!["run", "--rm", "-w", "/work"];
+        let mut arguments = vec!["run", "--rm", "-w", "/project"];
         arguments.extend(stack);
         arguments.extend(["--", "sh", "-c", check]);
         let output = node.run(arguments);
@@ -280,7 +294,7 @@ fn privileged_a_snapshot_of_a_snapshot() {
             "--",
             "sh",
             "-c",
-            &format!("echo {round} > /work/round-{round}"),
+            &format!("echo {round} > /project/round-{round}"),
         ]);
         node.ok([
             "-q",
@@ -301,7 +315,7 @@ fn privileged_a_snapshot_of_a_snapshot() {
         "--",
         "sh",
         "-c",
-        "cat /work/round-*",
+        "cat /project/round-*",
     ]);
     assert_eq!(output.stdout, b"1\n2\n3\n", "{}", describe(&output));
     assert_clean(&node);

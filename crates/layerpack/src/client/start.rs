@@ -5,6 +5,7 @@
 //! instead, its last `error:` line becomes the command's error.
 
 use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -20,6 +21,8 @@ use crate::api;
 const LIMIT: Duration = Duration::from_secs(60);
 /// Between two looks at the socket.
 const STEP: Duration = Duration::from_millis(5);
+/// A log that is longer, in bytes, makes way for a new one; one old log is kept.
+const LOG_LIMIT: u64 = 4 << 20;
 /// How much of the log's end is searched for an error.
 const LOG_TAIL: u64 = 64 << 10;
 
@@ -80,6 +83,10 @@ fn start(root: &Path, client: &Client) -> anyhow::Result<api::Info> {
         Err(ClientError::NotRunning { .. }) => {}
         other => return Ok(other?),
     }
+    let log = root.join(api::LOG_NAME);
+    if fs_err::metadata(&log).is_ok_and(|file| file.len() > LOG_LIMIT) {
+        fs_err::rename(&log, log.with_extension("log.old"))?;
+    }
     let log = fs_err::OpenOptions::new()
         .create(true)
         .append(true)
@@ -88,6 +95,7 @@ fn start(root: &Path, client: &Client) -> anyhow::Result<api::Info> {
     let from = log.metadata()?.len();
     let (log_file, log_path) = log.into_parts();
     let mut daemon = Command::new("/proc/self/exe")
+        .arg0("layerpack")
         .arg("--root")
         .arg(root)
         .args(["daemon", "run", "--detached"])

@@ -39,7 +39,7 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
     options.source_date_epoch = args.source_date_epoch;
     options.excludes = args.exclude;
 
-    let reporter = Reporter::new("build", context.quiet);
+    let reporter = Reporter::new(&options.reference.to_string(), context.quiet);
     let report = layerpack_packer::build(&store, &options, &reporter);
     reporter.finish();
     let report = report?;

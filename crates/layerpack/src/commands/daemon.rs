@@ -1,11 +1,14 @@
 //! `layerpack daemon`: run, stop, ask.
 
 use std::io::{self, Write};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::bail;
+use layerpack_layerfs::LeaseSpec;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::Pid;
 use serde::Serialize;
 
 use super::Outcome;
@@ -13,6 +16,7 @@ use crate::api;
 use crate::args::{DaemonArgs, DaemonCommand};
 use crate::client::{Client, ClientError};
 use crate::context::{Context, prepare_root, require_root};
+use crate::mounts::Place;
 use crate::output::{Table, print, printable};
 use crate::units::human_bytes;
 
@@ -50,19 +54,14 @@ struct Stopped {
 fn stop(context: &Context, force: bool) -> Outcome {
     require_root("stopping the daemon")?;
     let client = Client::new(context.root())?;
-    let stopped = match client.stop(force) {
-        Ok(_) => {
-            wait_until_gone(&client, context.root())?;
-            true
-        }
+    let stopped = match end(&client, context.root(), force) {
+        Ok(()) => true,
         // A killed daemon leaves its mounts: the next one knows how to clean up after it.
-        Err(ClientError::NotRunning { .. }) if left_mounts(context.root())? => {
-            let next = context.daemon("cleaning up")?;
-            next.stop(force)?;
-            wait_until_gone(&next, context.root())?;
+        Err(StopError::Client(ClientError::NotRunning { .. })) if left_mounts(context.root())? => {
+            end(&context.daemon("cleaning up")?, context.root(), force)?;
             true
         }
-        Err(ClientError::NotRunning { .. }) => false,
+        Err(StopError::Client(ClientError::NotRunning { .. })) => false,
         Err(error) => return Err(error.into()),
     };
     print(context.format, &Stopped { stopped }, |out| {
@@ -75,30 +74,60 @@ fn stop(context: &Context, force: bool) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Whether anything of a daemon is mounted below the node's root.
+/// Whether a daemon's own mounts are there.
 fn left_mounts(root: &Path) -> anyhow::Result<bool> {
     let Ok(root) = fs_err::canonicalize(root) else {
         return Ok(false);
     };
+    let own = ["blobs", "layers", "stacks"].map(|name| root.join(name));
     let mounts = layerpack_sys::mountinfo::read()?;
     Ok(mounts
         .iter()
-        .any(|mount| mount.target != root && mount.target.starts_with(&root)))
+        .any(|mount| own.iter().any(|own| mount.target.starts_with(own))))
 }
 
-fn wait_until_gone(client: &Client, root: &Path) -> anyhow::Result<()> {
+/// Why a daemon does not stop.
+#[derive(Debug, thiserror::Error)]
+enum StopError {
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    #[error("the daemon for {root} agreed to stop but is still there after {} s (process {pid})", GONE.as_secs())]
+    Stays { root: String, pid: u32 },
+}
+
+/// Stops the daemon and waits until its process has ended.
+fn end(client: &Client, root: &Path, force: bool) -> Result<(), StopError> {
+    let pid = client.info()?.pid;
+    // Taken before the stop, so that it cannot be of a later process of that number.
+    let process = i32::try_from(pid)
+        .ok()
+        .and_then(Pid::from_raw)
+        .and_then(|pid| layerpack_sys::ns::pidfd_open(pid).ok());
+    client.stop(force)?;
     let begun = Instant::now();
     while begun.elapsed() < GONE {
-        match client.info() {
-            Err(ClientError::NotRunning { .. }) => return Ok(()),
-            _ => std::thread::sleep(Duration::from_millis(10)),
+        // In another pid namespace its number says nothing, and its socket has to do.
+        let gone = match &process {
+            Some(process) => has_ended(process),
+            None => matches!(client.info(), Err(ClientError::NotRunning { .. })),
+        };
+        if gone {
+            return Ok(());
         }
     }
-    bail!(
-        "the daemon for {} agreed to stop but is still there after {} s",
-        root.display(),
-        GONE.as_secs()
-    );
+    Err(StopError::Stays {
+        root: root.display().to_string(),
+        pid,
+    })
+}
+
+/// Waits a moment for the end of the process behind a descriptor.
+fn has_ended(process: &OwnedFd) -> bool {
+    let moment = Timespec {
+        tv_sec: 0,
+        tv_nsec: 50_000_000,
+    };
+    poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&moment)).is_ok_and(|ready| ready > 0)
 }
 
 fn status(context: &Context) -> Outcome {
@@ -149,16 +178,12 @@ fn describe(out: &mut dyn Write, status: &api::Status) -> io::Result<()> {
     }
     if !status.leases.is_empty() {
         writeln!(out)?;
-        let mut table = Table::new(&["LEASE", "OWNER", "PID", "LAYERS"]);
+        let mut table = Table::new(&["LEASE", "OWNER", "ON", "LAYERS"]);
         for lease in &status.leases {
             table.row([
                 lease.spec.id.clone(),
                 lease.spec.owner.clone(),
-                lease
-                    .spec
-                    .pid
-                    .map(|pid| pid.to_string())
-                    .unwrap_or_default(),
+                holder(&daemon.root, &lease.spec),
                 lease.manifests.len().to_string(),
             ]);
         }
@@ -168,4 +193,16 @@ fn describe(out: &mut dyn Write, status: &api::Status) -> io::Result<()> {
         writeln!(out, "problem: {}", printable(problem))?;
     }
     Ok(())
+}
+
+/// What people know a lease's owner by: the mount point, the sandbox, the process.
+fn holder(root: &Path, lease: &LeaseSpec) -> String {
+    match (lease.owner.as_str(), lease.pid) {
+        ("mount", _) => match Place::of_lease(root, &lease.id).record() {
+            Ok(Some(record)) => record.directory.display().to_string(),
+            _ => "unknown".to_owned(),
+        },
+        (_, Some(pid)) => format!("process {pid}"),
+        _ => lease.id.clone(),
+    }
 }

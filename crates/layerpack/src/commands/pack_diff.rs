@@ -45,7 +45,7 @@ pub(super) fn run(context: &Context, args: PackDiffArgs) -> Outcome {
 
     // A dead sandbox changes no more, and is only kept from being removed meanwhile.
     let frozen = Thaw::on_signals(sandboxes.freeze(sandbox.spec.id.as_str(), FREEZE)?)?;
-    let reporter = Reporter::new("pack", context.quiet);
+    let reporter = Reporter::new(&options.reference.to_string(), context.quiet);
     let report =
         sync(&sandbox).and_then(|()| Ok(layerpack_packer::pack_diff(&store, &options, &reporter)?));
     drop(frozen);
