@@ -10,9 +10,8 @@
 //!
 //! Lookup follows overlayfs: a directory merges with those below it until something that is no
 //! directory (a whiteout in either form is none) or an opaque directory ends the merge. At the
-//! root overlayfs looks at no
-//! mark, but a layer with an opaque root means to replace all below: [`visible`] cuts the
-//! stack there.
+//! root overlayfs looks at no mark, but a layer with an opaque root means to replace all below:
+//! [`hidden_below`] tells where to cut the stack.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::rc::Rc;

@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 
 use layerpack_store::{Digest, LayerStore};
 
+use super::ReadError;
+use super::blob::{Blob, Source};
 use super::flight::{Flight, Outcome};
-use super::{Blob, ReadError, Source};
 use crate::sync::Ordering;
 
 /// Shortest time between two looks for a newer locator of a blob.
