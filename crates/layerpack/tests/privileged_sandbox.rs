@@ -8,7 +8,8 @@ use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::Stdio;
 
-use layerpack_fixtures::{is_root, skip};
+use layerpack_fixtures::treecmp::{self, Options};
+use layerpack_fixtures::{MountGuard, is_root, skip};
 use support::{Node, describe, mounts, one_error, processes};
 
 /// A node with the layer `base/root:1` and, over it, `workspace/w:1` at /project.
@@ -267,6 +268,48 @@ fn privileged_a_change_survives_as_a_snapshot() {
         node.ok(["sandbox", "rm", "--force", "lasting"]),
         format!("{id}\n")
     );
+    assert_clean(&node);
+}
+
+#[test]
+fn privileged_a_restored_tree_equals_the_sandbox() {
+    if !is_root() {
+        skip!("needs root for sandboxes");
+    }
+    let node = node("restored");
+    let created = node.json(["sandbox", "create", "base/root:1", "workspace/w:1"]);
+    let id = created["id"].as_str().unwrap();
+    let script = "set -e; cd /project; mkdir -m 2770 deep; echo one > deep/file; chmod 4755 deep/file; \
+                  ln deep/file deep/second; ln -s /etc/passwd link; mkfifo -m 600 pipe; rm -r gone; \
+                  mkdir gone; touch -d @-5 gone/old; mv hello.txt moved.txt; chown 1000:1000 moved.txt; \
+                  rm /shell; mkdir /shell; touch /shell/inner; chmod 700 /etc; rm -rf /var/data; \
+                  dd if=/dev/zero of=/tmp/hole bs=1 count=1 seek=5000000 2>/dev/null";
+    let output = node.run(["sandbox", "exec", id, "--", "sh", "-c", script]);
+    assert!(output.status.success(), "{}", describe(&output));
+    node.ok(["-q", "pack-diff", id, "--name", "tree", "--version", "1"]);
+    // As the sandbox shows itself to its node: ids are shifted, and the kernel's own filesystems
+    // are mounted.
+    let pid = created["pid"].as_u64().unwrap();
+    let plain = || {
+        Options::default()
+            .exclude("proc")
+            .exclude("sys")
+            .exclude("dev")
+    };
+    let shifted = Options {
+        id_offset: 0u32.wrapping_sub(1 << 20),
+        ..plain()
+    };
+    let before = treecmp::snapshot(format!("/proc/{pid}/root"), &shifted).unwrap();
+    assert!(before.get("project/deep/second").is_some());
+    let point = node.scratch.mkdir("restored").unwrap();
+    node.ok(["mount", "diff/tree:1", point.to_str().unwrap()]);
+    let guard = MountGuard::new(&point);
+    let after = treecmp::snapshot(&point, &plain()).unwrap();
+    treecmp::assert_same(&before, &after);
+    node.ok(["umount", point.to_str().unwrap()]);
+    drop(guard);
+    node.ok(["sandbox", "rm", "-f", id]);
     assert_clean(&node);
 }
 

@@ -8,9 +8,9 @@ use std::process::Command;
 use layerpack_fixtures::find_tool;
 
 /// What goes into the root filesystem's /bin.
-const TOOLS: [&str; 16] = [
+const TOOLS: [&str; 18] = [
     "sh", "cat", "ls", "touch", "mkdir", "rm", "mv", "ln", "chmod", "id", "stat", "sleep", "true",
-    "dd", "tty", "env",
+    "dd", "chown", "mkfifo", "tty", "env",
 ];
 
 /// Fills `root`; gives the number of bytes of its files.
