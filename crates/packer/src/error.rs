@@ -70,6 +70,14 @@ pub enum PackError {
         /// The decompressor's or the system's error.
         source: io::Error,
     },
+    /// The system refused to write something.
+    #[error("cannot write {path}; check that there is room and that it may be written")]
+    Write {
+        /// The file concerned.
+        path: String,
+        /// The system's error.
+        source: io::Error,
+    },
     /// A container image's parts do not fit together.
     #[error("the image at {path} cannot be used: {what}")]
     BadImage {

@@ -15,6 +15,7 @@ mod cpu;
 mod dir;
 mod dir_view;
 mod error;
+mod export;
 mod filter;
 mod glob;
 mod idmap;
@@ -33,6 +34,7 @@ mod xattrs;
 
 pub use build::build;
 pub use error::{PackError, Result};
+pub use export::{Compression, ExportOptions, ExportReport, ExportTarget, export};
 pub use image::{ImageSource, ImportOptions, ImportReport, import};
 pub use merge::{MergeOptions, merge};
 pub use options::{

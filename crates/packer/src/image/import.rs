@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use layerpack_erofs::NodeId;
 use layerpack_store::{
-    Kind, LayerStore, LayerWriter, ParentRef, Reference, Version, WriterOptions,
+    Kind, LayerStore, LayerWriter, Manifest, ParentRef, Reference, Version, WriterOptions,
 };
 
 use super::hashing::{Hashing, Sha};
@@ -192,6 +192,11 @@ fn annotations(image: &Image, options: &ImportOptions) -> BTreeMap<String, Strin
         annotations.insert(MANIFEST.to_owned(), digest.clone());
     }
     annotations
+}
+
+/// The configuration that containers of a layer's image are run with, if it came from one.
+pub(crate) fn config_annotation(manifest: &Manifest) -> Option<serde_json::Value> {
+    serde_json::from_str(manifest.annotations.get(CONFIG)?).ok()
 }
 
 struct Import<'a> {

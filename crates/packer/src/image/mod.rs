@@ -19,6 +19,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use hashing::Sha;
+pub(crate) use import::{CONFIG, config_annotation};
 pub use import::{ImportOptions, ImportReport, import};
 
 use crate::error::{PackError, Result};

@@ -13,6 +13,7 @@ use layerpack_store::{Digest, Kind, LayerStore, Manifest, ParentRef, Reference, 
 pub(crate) use load::load;
 
 use crate::error::{PackError, Result};
+use crate::image::CONFIG;
 use crate::layout;
 use crate::model::Layer;
 use crate::options::{BuildReport, Progress};
@@ -32,7 +33,8 @@ pub struct MergeOptions {
     pub layers: Vec<Reference>,
     /// Labels of the manifest.
     pub labels: std::collections::BTreeMap<String, String>,
-    /// Annotations of the manifest. Those of the merged layers are not taken over.
+    /// Annotations of the manifest. Of those of the merged layers only the topmost `oci.config` is
+    /// taken over.
     pub annotations: std::collections::BTreeMap<String, String>,
     /// zstd level of what is written: metadata and map.
     pub level: i32,
@@ -87,6 +89,14 @@ pub fn merge(
     draft.parents = parents(&manifests);
     draft.labels.clone_from(&options.labels);
     draft.annotations.clone_from(&options.annotations);
+    let mut configs = manifests
+        .iter()
+        .rev()
+        .filter_map(|(_, m)| m.annotations.get(CONFIG));
+    if let Some(config) = configs.next() {
+        let slot = draft.annotations.entry(CONFIG.to_owned());
+        slot.or_insert_with(|| config.clone());
+    }
     draft
         .parameters
         .insert("merged".to_owned(), merged(&manifests));

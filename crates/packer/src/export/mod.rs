@@ -1,0 +1,209 @@
+//! Layers as archives and container images for other tools.
+//!
+//! A stack becomes an image with one layer for each of its own, in an OCI layout or an archive
+//! that `docker load` takes, or one plain archive of what the stack shows. Same layers, same
+//! bytes. Results appear under their names when they are whole.
+
+mod archive;
+mod contents;
+mod image;
+mod layer;
+
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use layerpack_store::{Digest, LayerStore, Manifest, Reference};
+use tempfile::NamedTempFile;
+
+use self::contents::Contents;
+use self::layer::Writing;
+use crate::error::{PackError, Result};
+use crate::merge;
+use crate::options::Progress;
+use crate::warnings::Warnings;
+
+/// Where layers go.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ExportTarget {
+    /// One tar archive of what the stack shows. An existing file is replaced.
+    Tar(PathBuf),
+    /// An OCI image layout; other images that the directory has stay in it.
+    Oci(PathBuf),
+    /// An archive as `docker save` writes and `docker load` reads. An existing file is replaced.
+    DockerArchive(PathBuf),
+}
+
+impl FromStr for ExportTarget {
+    type Err = PackError;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let invalid = |why: &str| PackError::InvalidOption {
+            option: format!("target {:?}", text.chars().take(300).collect::<String>()),
+            why: format!("{why}; expected tar:FILE, oci:DIR or docker-archive:FILE"),
+        };
+        match text.split_once(':') {
+            None => Err(invalid("it has no scheme")),
+            Some((_, "")) => Err(invalid("its path is empty")),
+            Some(("tar", path)) => Ok(Self::Tar(PathBuf::from(path))),
+            Some(("oci", path)) => Ok(Self::Oci(PathBuf::from(path))),
+            Some(("docker-archive", path)) => Ok(Self::DockerArchive(PathBuf::from(path))),
+            Some(_) => Err(invalid("its scheme is not known")),
+        }
+    }
+}
+
+/// How layers of an OCI layout are compressed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Compression {
+    /// gzip, which every tool reads.
+    #[default]
+    Gzip,
+    /// zstd: faster and smaller; docker from 23, podman, containerd.
+    Zstd,
+    /// Not at all.
+    None,
+}
+
+/// Which layers to export, to what.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct ExportOptions {
+    /// The stack, bottom first.
+    pub layers: Vec<Reference>,
+    /// Where they go.
+    pub target: ExportTarget,
+    /// The image's name: the tag in an OCI layout (default: the topmost layer's version), or
+    /// `NAME:TAG` in an archive (default: the topmost layer's name and version).
+    pub name: Option<String>,
+    /// The platform of an image whose layers name none.
+    pub platform: String,
+    /// How layers of an OCI layout are compressed.
+    pub compression: Compression,
+}
+
+impl ExportOptions {
+    /// Options with everything at its default.
+    #[must_use]
+    pub fn new(layers: Vec<Reference>, target: ExportTarget) -> Self {
+        Self {
+            layers,
+            target,
+            name: None,
+            platform: "linux/amd64".to_owned(),
+            compression: Compression::default(),
+        }
+    }
+}
+
+/// What was written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExportReport {
+    /// Digest of the image's manifest in an OCI layout, of its configuration in an archive, of
+    /// the whole file for a plain archive: `sha256:` and 64 digits.
+    pub digest: String,
+    /// The image's name; None for a plain archive.
+    pub name: Option<String>,
+    /// Layers written.
+    pub layers: usize,
+    /// Bytes written.
+    pub bytes: u64,
+    /// What was left out, in words.
+    pub warnings: Vec<String>,
+}
+
+/// Exports a stack.
+///
+/// # Errors
+/// [`PackError::Unsupported`] for what the target's format cannot hold, [`PackError::Write`],
+/// [`PackError::Store`]. What was there before stays as it was; blobs that an OCI layout got and
+/// its index does not name may stay.
+pub fn export(
+    store: &LayerStore,
+    options: &ExportOptions,
+    progress: &dyn Progress,
+) -> Result<ExportReport> {
+    progress.phase("export");
+    let mut stack = Vec::with_capacity(options.layers.len());
+    for reference in &options.layers {
+        stack.push(store.load(reference)?);
+    }
+    if stack.is_empty() {
+        return Err(PackError::InvalidOption {
+            option: "layers".to_owned(),
+            why: "there is nothing to export; name at least one layer".to_owned(),
+        });
+    }
+    let mut warnings = Warnings::default();
+    let mut report = match &options.target {
+        ExportTarget::Tar(path) => flat(store, &stack, path, progress, &mut warnings)?,
+        ExportTarget::Oci(dir) => image::oci(store, options, &stack, dir, progress, &mut warnings)?,
+        ExportTarget::DockerArchive(path) => {
+            image::docker(store, options, &stack, path, progress, &mut warnings)?
+        }
+    };
+    report.warnings = warnings.into_vec();
+    Ok(report)
+}
+
+/// One archive of what the stack shows.
+fn flat(
+    store: &LayerStore,
+    stack: &[(Digest, Manifest)],
+    path: &Path,
+    progress: &dyn Progress,
+    warnings: &mut Warnings,
+) -> Result<ExportReport> {
+    let mut merged = merge::stack(store, stack, true, warnings)?;
+    merge::overlay::bottom(&mut merged)?;
+    let mut contents = Contents::new(store, stack.iter().map(|(_, manifest)| manifest))?;
+    let target = path.display().to_string();
+    let mut file = temporary(path)?;
+    let mut out = image::Sink::new(BufWriter::with_capacity(1 << 20, file.as_file_mut()));
+    Writing {
+        below: None,
+        image: false,
+        target: &target,
+        progress,
+        warnings,
+    }
+    .write(&merged, &mut contents, &mut out)?;
+    out.flush().map_err(|source| write_error(path, source))?;
+    let (digest, bytes) = out.finish();
+    persist(file, path)?;
+    Ok(ExportReport {
+        digest: digest.to_string(),
+        name: None,
+        layers: stack.len(),
+        bytes,
+        warnings: Vec::new(),
+    })
+}
+
+/// A file next to `path`, gone unless it is persisted.
+fn temporary(path: &Path) -> Result<NamedTempFile> {
+    let dir = match path.parent() {
+        Some(dir) if !dir.as_os_str().is_empty() => dir,
+        _ => Path::new("."),
+    };
+    NamedTempFile::with_prefix_in(".layerpack-", dir).map_err(|source| write_error(path, source))
+}
+
+/// Gives a temporary file its name, when its bytes are on disk.
+fn persist(file: NamedTempFile, path: &Path) -> Result<()> {
+    use std::os::unix::fs::PermissionsExt as _;
+    let error = |source| write_error(path, source);
+    file.as_file()
+        .set_permissions(std::fs::Permissions::from_mode(0o644))
+        .map_err(error)?;
+    file.as_file().sync_all().map_err(error)?;
+    file.persist(path).map_err(|failed| error(failed.error))?;
+    Ok(())
+}
+
+fn write_error(path: &Path, source: std::io::Error) -> PackError {
+    PackError::Write {
+        path: path.display().to_string(),
+        source,
+    }
+}
