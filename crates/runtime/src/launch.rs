@@ -134,8 +134,16 @@ pub(crate) fn launch(
             format!("{failure} (is its program executable?)"),
         )
     })?;
-    let (session, command) = result?;
-    match protocol::recv_answer(&socket)? {
+    let (session, command) = match result {
+        Ok(done) => done,
+        // PID 1 has gone, or hung up: its own word says more than ours.
+        Err(RuntimeError::Sys(error)) if error.errno == rustix::io::Errno::PIPE => {
+            (None, String::new())
+        }
+        Err(error) => return Err(error),
+    };
+    let answer = protocol::recv_answer(&socket)?;
+    match answer {
         Some(Answer::Ready) => Ok((init, session)),
         Some(Answer::Failed { step, problem }) => Err(RuntimeError::Setup { step, problem }),
         Some(Answer::NotExecuted { errno, stage, exec }) => Err(command::not_executed_raw(
@@ -144,10 +152,17 @@ pub(crate) fn launch(
             exec,
             rustix::io::Errno::from_raw_os_error(errno),
         )),
-        None => Err(setup(
-            "starting PID 1",
-            "it ended without a word (does the program call init_main? was it killed for want of memory?)",
-        )),
+        None => {
+            let ended = init
+                .wait()
+                .map_or_else(|e| e.to_string(), |ended| format!("{ended:?}"));
+            Err(setup(
+                "starting PID 1",
+                format!(
+                    "it ended without a word, by {ended} (does the program call init_main? is there enough memory?)"
+                ),
+            ))
+        }
     }
 }
 

@@ -342,3 +342,74 @@ fn dev(map: IdMap, console: bool) -> Result<OwnedFd> {
     }
     Ok(fd)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    use layerpack_fixtures::{ScratchDir, is_root, skip};
+    use layerpack_sys::ns::{IdRange, userns_fd};
+
+    /// The way for kernels before 6.15, which this kernel may not need.
+    #[test]
+    fn privileged_layers_attached_in_a_threads_namespace_make_the_same_overlay() {
+        if !is_root() {
+            skip!("needs root");
+        }
+        let scratch = ScratchDir::new("attached").unwrap();
+        let path = |name: &str| scratch.path().join(name);
+        for name in ["one", "two", "upper", "work"] {
+            fs_err::create_dir(path(name)).unwrap();
+        }
+        fs_err::write(path("one/a"), "top").unwrap();
+        fs_err::write(path("two/a"), "bottom").unwrap();
+        fs_err::write(path("two/b"), "below").unwrap();
+        let map = IdMap {
+            base: 1 << 20,
+            count: 1 << 16,
+        };
+        let range = [IdRange {
+            inside: 0,
+            outside: map.base,
+            count: map.count,
+        }];
+        let userns = userns_fd(&range, &range).unwrap();
+        let spec = SandboxSpec {
+            id: "attached".parse().unwrap(),
+            name: None,
+            stack: Vec::new(),
+            lowers: vec![path("one"), path("two")],
+            hostname: None,
+            limits: crate::spec::Limits::default(),
+            network: Network::None,
+            id_map: map,
+            read_only: false,
+            no_new_privileges: false,
+            env: Vec::new(),
+            lease: None,
+            labels: BTreeMap::new(),
+        };
+        let dirs = Directories {
+            upper: path("upper"),
+            work: path("work"),
+            scratch: path("scratch"),
+        };
+        let root = overlay_of_attached(&spec, &dirs, userns.as_fd()).unwrap();
+        let read = |name: &str| {
+            let fd = rustix::fs::openat(&root, name, OFlags::RDONLY, Mode::empty()).unwrap();
+            assert_eq!(rustix::fs::fstat(&fd).unwrap().st_uid, map.base);
+            let mut buffer = [0; 16];
+            let n = rustix::io::read(&fd, &mut buffer).unwrap();
+            String::from_utf8_lossy(&buffer[..n]).into_owned()
+        };
+        assert_eq!(
+            (read("a"), read("b")),
+            ("top".to_owned(), "below".to_owned())
+        );
+        // The host saw nothing of it.
+        let table = fs_err::read_to_string("/proc/self/mountinfo").unwrap();
+        assert!(!table.contains(scratch.path().to_str().unwrap()), "{table}");
+        assert_eq!(fs_err::read_dir(path("scratch")).unwrap().count(), 0);
+    }
+}

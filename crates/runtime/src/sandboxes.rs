@@ -300,13 +300,13 @@ impl Sandboxes {
         drop(ends);
         let outcome = session.serve(launched.pidfd.as_fd(), &|signal| {
             let _ = launched.kill(signal);
-        })?;
-        if outcome == Outcome::TimedOut {
+        });
+        if !matches!(outcome, Ok(Outcome::Ended)) {
             // It leads its session and group.
             let _ = rustix::process::kill_process_group(launched.pid, Signal::KILL);
             let _ = launched.kill(Signal::KILL);
         }
-        let ended = launched.wait()?;
+        let (ended, outcome) = (launched.wait()?, outcome?);
         Ok(Exit {
             code: if outcome == Outcome::TimedOut {
                 TIMED_OUT

@@ -295,7 +295,7 @@ fn privileged_a_dead_sandbox_keeps_its_files_until_removed() {
     let error = fixture.try_exec(id, &sh("true")).unwrap_err();
     assert!(matches!(error, RuntimeError::Dead(_)), "{error}");
     let report = fixture.sandboxes.sweep().unwrap();
-    assert_eq!(report.dead, [spec.id.clone()]);
+    assert_eq!(report.dead, std::slice::from_ref(&spec.id));
     assert!(
         report.removed.is_empty() && report.failed.is_empty(),
         "{report:?}"

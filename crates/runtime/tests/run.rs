@@ -453,3 +453,41 @@ fn privileged_hundreds_of_lowers() {
     assert_eq!(output.ok(), "300");
     fixture.assert_nothing_left();
 }
+
+#[test]
+fn privileged_erofs_layers_show_the_sandboxs_ids() {
+    use layerpack_sys::mount::{self, ErofsOptions};
+    use std::os::fd::AsFd as _;
+    let fixture = fixture!("erofs");
+    let Some(mkfs) = layerpack_fixtures::find_tool("mkfs.erofs") else {
+        skip!("needs mkfs.erofs")
+    };
+    let image = fixture.dir.path().join("image");
+    let made = std::process::Command::new(mkfs)
+        .arg(&image)
+        .arg(fixture.lower())
+        .output()
+        .unwrap();
+    assert!(made.status.success(), "{made:?}");
+    let target = fixture.dir.path().join("mnt");
+    fs_err::create_dir(&target).unwrap();
+    let mounted = match mount::erofs(&image, &[], &ErofsOptions::default()) {
+        Ok(mounted) => mounted,
+        Err(error) => skip!("{error}"),
+    };
+    mount::attach(mounted.as_fd(), &target).unwrap();
+    let guard = layerpack_fixtures::MountGuard::new(&target);
+    let mut spec = fixture.spec();
+    spec.lowers = vec![target.clone()];
+    let bob = ExecSpec {
+        user: Some("bob".to_owned()),
+        ..sh(
+            "stat -c %u:%g /home/bob /etc/passwd; echo x >/home/bob/x && cat /home/bob/x; head -c 4 /bin/busybox | wc -c",
+        )
+    };
+    assert_eq!(fixture.run_spec(&spec, &bob).ok(), "1000:1000\n0:0\nx\n4");
+    drop(mounted);
+    // Not busy: the sandbox has let go of it.
+    guard.unmount().unwrap();
+    assert!(!mount::is_mounted(&target).unwrap());
+}

@@ -244,6 +244,14 @@ impl Stage {
         Self::ALL.into_iter().find(|&stage| stage as u8 == raw)
     }
 
+    /// Whether the step comes before the second fork of a joining process.
+    fn before_second(self) -> bool {
+        matches!(
+            self,
+            Self::Cgroup | Self::CgroupNamespace | Self::Join | Self::Fork
+        )
+    }
+
     /// What the step does, for a message.
     pub fn describe(self) -> &'static str {
         match self {
@@ -299,6 +307,8 @@ pub struct Launched {
     /// Readable once it has ended.
     pub pidfd: OwnedFd,
     status: OwnedFd,
+    /// A failure that was read already.
+    early: Option<LaunchFailure>,
 }
 
 /// How a process ended.
@@ -349,6 +359,10 @@ impl Launched {
     /// # Errors
     /// If the socket fails.
     pub fn wait_exec(&self) -> Result<std::result::Result<(), LaunchFailure>> {
+        if let Some(failure) = self.early {
+            let _ = self.wait();
+            return Ok(Err(failure));
+        }
         match recv_record(self.status.as_fd())? {
             None => Ok(Ok(())),
             Some((KIND_FAILURE, stage, errno)) => {
@@ -576,29 +590,58 @@ pub fn spawn(launch: &Launch<'_>) -> Result<std::result::Result<Launched, Launch
         pid,
         pidfd,
         status: parent_status,
+        early: None,
     };
     if launch.join.is_none() {
         return Ok(Ok(first));
     }
-    // The first process says which is the second, and ends.
-    let record = recv_record(first.status.as_fd());
-    let _ = first.wait();
-    match record? {
-        Some((KIND_PID, _, raw)) => {
-            let pid = Pid::from_raw(raw)
-                .ok_or_else(|| SysError::new("clone3", "a joining process", Errno::INVAL))?;
-            let pidfd = crate::ns::pidfd_open(pid)?;
-            Ok(Ok(Launched {
-                pid,
-                pidfd,
-                status: first.status,
-            }))
+    second(first)
+}
+
+/// The process that a joining process has forked: that one says its pid, and
+/// ends. The second may have failed and said so even before.
+fn second(first: Launched) -> Result<std::result::Result<Launched, LaunchFailure>> {
+    let mut early = None;
+    let raw = loop {
+        match recv_record(first.status.as_fd()) {
+            Ok(Some((KIND_PID, _, raw))) => break raw,
+            Ok(Some((_, stage, errno))) => {
+                let failure = failure(stage, errno);
+                if failure.stage.before_second() {
+                    let _ = first.wait();
+                    return Ok(Err(failure));
+                }
+                early = Some(failure);
+            }
+            Ok(None) => {
+                let _ = first.wait();
+                return Ok(Err(LaunchFailure {
+                    stage: Stage::Join,
+                    errno: Errno::SRCH,
+                }));
+            }
+            Err(error) => {
+                let _ = first.wait();
+                return Err(error);
+            }
         }
-        Some((_, stage, errno)) => Ok(Err(failure(stage, errno))),
-        None => Ok(Err(LaunchFailure {
-            stage: Stage::Join,
-            errno: Errno::SRCH,
+    };
+    let _ = first.wait();
+    let pid = Pid::from_raw(raw)
+        .ok_or_else(|| SysError::new("clone3", "a joining process", Errno::INVAL))?;
+    // It is our child, so the number is its own until we reap it.
+    match crate::ns::pidfd_open(pid) {
+        Ok(pidfd) => Ok(Ok(Launched {
+            pid,
+            pidfd,
+            status: first.status,
+            early,
         })),
+        Err(error) => {
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+            let _ = rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::empty());
+            Err(error)
+        }
     }
 }
 
@@ -654,7 +697,8 @@ unsafe fn child(p: &Prepared<'_>) -> ! {
     // memory; the raw set*id calls are used because the libc wrappers would
     // signal threads that this process does not have.
     unsafe {
-        close_all_but(p.status, &p.keep_first);
+        // Should it fail, the second time says so.
+        close_all_but(&p.keep_first);
         for tasks in &p.launch.cgroup_tasks {
             step!(
                 p,
@@ -718,7 +762,7 @@ unsafe fn child(p: &Prepared<'_>) -> ! {
                 libc::setrlimit(limit.resource, &raw const value)
             );
         }
-        close_all_but(p.status, &p.keep_last);
+        step!(p, Stage::Close, close_all_but(&p.keep_last));
         if let Some(fd) = &p.launch.pass {
             step!(
                 p,
@@ -770,15 +814,15 @@ unsafe fn reset_signals() {
 }
 
 /// Closes every descriptor from 3 on but those in `keep`, which is sorted.
-unsafe fn close_all_but(status: RawFd, keep: &[RawFd]) {
+/// Gives a negative value if that failed.
+unsafe fn close_all_but(keep: &[RawFd]) -> libc::c_long {
     let mut from = 3u32;
-    let close = |from: u32, to: u32| {
-        // SAFETY: a system call on numbers; this process has one thread, which
-        // uses no descriptor outside `keep` any more.
-        unsafe {
-            if from <= to && libc::syscall(libc::SYS_close_range, from, to, 0) < 0 {
-                fail(status, Stage::Close, errno());
-            }
+    let mut result = 0;
+    let mut close = |from: u32, to: u32| {
+        if from <= to {
+            // SAFETY: a system call on numbers; this process has one thread,
+            // which uses no descriptor outside `keep` any more.
+            result |= unsafe { libc::syscall(libc::SYS_close_range, from, to, 0) };
         }
     };
     for &fd in keep {
@@ -789,6 +833,7 @@ unsafe fn close_all_but(status: RawFd, keep: &[RawFd]) {
         }
     }
     close(from, u32::MAX);
+    result
 }
 
 #[repr(C)]

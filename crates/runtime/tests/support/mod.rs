@@ -195,14 +195,22 @@ impl Fixture {
 impl Drop for Fixture {
     fn drop(&mut self) {
         let all = self.sandboxes.list().unwrap_or_default();
-        for sandbox in all {
-            let _ = self.sandboxes.remove(sandbox.spec.id.as_str(), true);
-        }
+        let removed: Vec<_> = all
+            .iter()
+            .map(|sandbox| self.sandboxes.remove(sandbox.spec.id.as_str(), true))
+            .collect();
         let _ = self.sandboxes.sweep();
+        let left = self.groups();
         let root = Path::new("/sys/fs/cgroup");
         let _ = rustix::fs::rmdir(root.join(&self.parent));
         for entry in fs_err::read_dir(root).into_iter().flatten().flatten() {
             let _ = rustix::fs::rmdir(entry.path().join(&self.parent));
+        }
+        if !std::thread::panicking() {
+            for result in removed {
+                result.unwrap();
+            }
+            assert_eq!(left, Vec::<PathBuf>::new());
         }
     }
 }
