@@ -57,7 +57,7 @@ fn a_missing_source() {
         let error = node.fails(1, build_arguments("base/a:1", from));
         assert!(error.contains("/nowhere/at-all"), "{error}");
     }
-    for from in ["/tmp", "oci:/tmp", "dir:"] {
+    for from in ["/tmp", "ftp:/tmp", "dir:"] {
         let error = node.fails(1, build_arguments("base/a:1", from));
         assert!(
             error.contains("dir:PATH") && error.contains("tar:PATH"),

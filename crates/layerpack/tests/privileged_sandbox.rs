@@ -365,6 +365,64 @@ fn privileged_a_snapshot_of_a_snapshot() {
 }
 
 #[test]
+fn privileged_an_interrupted_pack_thaws_and_publishes_nothing() {
+    if !is_root() {
+        skip!("needs root for sandboxes");
+    }
+    let node = node("interrupt");
+    let id = node.ok(["-q", "sandbox", "create", "base/root:1"]);
+    let id = id.trim();
+    node.ok([
+        "sandbox",
+        "exec",
+        id,
+        "--",
+        "dd",
+        "if=/dev/urandom",
+        "of=/root/bulk",
+        "bs=1M",
+        "count=96",
+    ]);
+    let mut child = node
+        .command()
+        .args([
+            "pack-diff",
+            id,
+            "--name",
+            "cut",
+            "--version",
+            "1",
+            "--jobs",
+            "1",
+        ])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // The first line comes when the sandbox is frozen and the scan begins.
+    let mut stderr = std::io::BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    std::io::BufRead::read_line(&mut stderr, &mut line).unwrap();
+    assert!(line.starts_with("diff/cut:1"), "{line}");
+    support::kill(i32::try_from(child.id()).unwrap(), "INT");
+    let code = child.wait().unwrap().code();
+    let published = node
+        .json(["ls", "--kind", "diff"])
+        .as_array()
+        .unwrap()
+        .len();
+    // A pack that was quicker than the signal is done.
+    assert!(
+        (code, published) == (Some(130), 0) || (code, published) == (Some(0), 1),
+        "{code:?} {published}"
+    );
+    assert_eq!(node.json(["sandbox", "ls"])[0]["state"], "running");
+    node.ok(["sandbox", "exec", id, "--", "true"]);
+    node.ok(["sandbox", "rm", "-f", id]);
+    assert_clean(&node);
+}
+
+#[test]
 fn privileged_a_kept_run_can_be_packed() {
     if !is_root() {
         skip!("needs root for sandboxes");
