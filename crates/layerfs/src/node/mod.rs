@@ -32,7 +32,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use layerpack_store::{Digest, LayerId, LayerStore};
 use layerpack_sys::{fusedev, mount};
@@ -57,6 +57,8 @@ pub use types::{
 
 /// Longest wait for threads at the end.
 const END_LIMIT: Duration = Duration::from_secs(10);
+/// Longest wait for the kernel to close blobs of layers that were unmounted.
+const BUSY_LIMIT: Duration = Duration::from_secs(3);
 
 /// The serving side of one state directory. There is one per directory, in one process.
 #[derive(Debug)]
@@ -313,8 +315,14 @@ impl Node {
             // threads end.
             let _ = rustix::mount::unmount(&blobs, UnmountFlags::FORCE | UnmountFlags::NOFOLLOW);
         }
-        if !unmount_busy(&blobs, force)? {
-            return Err(busy(&blobs));
+        // A layer's last mount may have just gone, or a new mount namespace somewhere may hold a
+        // copy of it for a moment: the kernel closes the blob a little later.
+        let end = Instant::now() + BUSY_LIMIT;
+        while !unmount_busy(&blobs, force)? {
+            if Instant::now() >= end {
+                return Err(busy(&blobs));
+            }
+            std::thread::sleep(Duration::from_millis(5));
         }
         let session = self.session.lock().take();
         if let Some(session) = session
