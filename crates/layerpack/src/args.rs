@@ -56,6 +56,10 @@ pub(crate) struct Global {
 pub(crate) enum Command {
     /// Pack a directory or an archive into a layer and publish it
     Build(BuildArgs),
+    /// Collapse consecutive layers into one over the same data
+    Merge(MergeArgs),
+    /// Write a stack of layers as an archive or a container image
+    Export(ExportArgs),
     /// List the store's layers
     Ls(LsArgs),
     /// Show a layer, or the conflicts of a stack of layers
@@ -91,7 +95,8 @@ pub(crate) struct BuildArgs {
     /// Version of the layer; once published it never changes
     #[arg(long)]
     pub(crate) version: String,
-    /// What to pack: dir:PATH, or tar:PATH (plain, gzip or zstd)
+    /// What to pack: dir:PATH, tar:PATH (plain, gzip or zstd), oci:DIR[:TAG] or
+    /// docker-archive:FILE[:NAME]
     #[arg(long, value_name = "SRC")]
     pub(crate) from: String,
     /// A layer this one is meant to lie on, bottom first (repeatable)
@@ -109,6 +114,10 @@ pub(crate) struct BuildArgs {
     /// Platform the contents are made for, such as linux/amd64 [default: this machine's]
     #[arg(long, value_name = "OS/ARCH")]
     pub(crate) platform: Option<String>,
+    /// Make one layer of each of an image's: base/NAME:VERSION, then diff/NAME:VERSION-layer-N,
+    /// the topmost diff/NAME:VERSION
+    #[arg(long)]
+    pub(crate) per_layer: bool,
     /// Clamp times that are later than this many seconds since 1970
     #[arg(
         long,
@@ -123,6 +132,50 @@ pub(crate) struct BuildArgs {
     /// Compression threads [default: one per processor]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) jobs: Option<u16>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct MergeArgs {
+    /// Layers to merge, bottom first
+    #[arg(required = true, value_name = "REF")]
+    pub(crate) refs: Vec<String>,
+    /// Name of the merged layer
+    #[arg(long)]
+    pub(crate) name: String,
+    /// Version of the merged layer; once published it never changes
+    #[arg(long)]
+    pub(crate) version: String,
+    /// Kind of the merged layer [default: that of the bottom layer]
+    #[arg(long)]
+    pub(crate) kind: Option<String>,
+    /// Label for people and tools (repeatable)
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub(crate) label: Vec<String>,
+}
+
+/// How an image's layers are compressed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum LayerCompression {
+    Gzip,
+    Zstd,
+    None,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ExportArgs {
+    /// The stack, bottom first; a diff in front brings its parents along
+    #[arg(required = true, value_name = "REF")]
+    pub(crate) refs: Vec<String>,
+    /// Where to: oci:DIR, docker-archive:FILE, or tar:FILE for what the stack shows
+    #[arg(long, value_name = "TARGET")]
+    pub(crate) to: String,
+    /// The image's tag in oci:DIR, its NAME:TAG in docker-archive:FILE [default: as the topmost
+    /// layer]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) tag: Option<String>,
+    /// Compression of the layers in oci:DIR
+    #[arg(long, value_enum, value_name = "NAME", default_value_t = LayerCompression::Gzip)]
+    pub(crate) compression: LayerCompression,
 }
 
 #[derive(Debug, Args)]

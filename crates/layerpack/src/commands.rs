@@ -4,8 +4,11 @@
 mod build;
 mod daemon;
 mod doctor;
+mod export;
+mod import;
 mod inspect;
 mod ls;
+mod merge;
 mod mount;
 mod pack_diff;
 mod rm;
@@ -54,6 +57,8 @@ fn dispatch(context: &Context, command: Command) -> Outcome {
         Command::Mount(args) => mount::run(context, args),
         Command::Umount(args) => umount::run(context, &args),
         Command::Daemon(args) => daemon::run(context, args),
+        Command::Merge(args) => merge::run(context, args),
+        Command::Export(args) => export::run(context, args),
         Command::Doctor => doctor::run(context),
         Command::Run(args) => run::run(context, args),
         Command::Sandbox(args) => sandbox::run(context, args),

@@ -84,9 +84,12 @@ impl Published {
                 },
             ));
         }
-        print(context.format, self, |out| {
-            writeln!(out, "{} {}", self.reference, self.digest)
-        })
+        print(context.format, self, |out| writeln!(out, "{}", self.line()))
+    }
+
+    /// Reference and digest.
+    pub(crate) fn line(&self) -> String {
+        format!("{} {}", self.reference, self.digest)
     }
 }
 

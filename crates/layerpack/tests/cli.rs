@@ -12,6 +12,8 @@ fn every_command_has_help() {
     for command in [
         &[][..],
         &["build"],
+        &["merge"],
+        &["export"],
         &["ls"],
         &["inspect"],
         &["verify"],

@@ -13,7 +13,9 @@ pub type Result<T, E = PackError> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum PackError {
     /// The source's text form is not one of ours.
-    #[error("invalid source {text:?}: {why}; expected dir:PATH or tar:PATH")]
+    #[error(
+        "invalid source {text:?}: {why}; expected dir:PATH, tar:PATH, oci:DIR[:TAG] or docker-archive:FILE[:NAME]"
+    )]
     InvalidSource {
         /// The text as given.
         text: String,

@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStringExt;
 use std::process::ExitCode;
 
 use anyhow::bail;
-use layerpack_packer::{BuildOptions, Source};
+use layerpack_packer::{BuildOptions, ImageSource, Source};
 use layerpack_store::{Kind, LayerName, LayerStore, ParentRef, Reference, Version};
 
 use super::Outcome;
@@ -27,6 +27,14 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
         LayerName::new(&args.name)?,
         Version::new(&args.version)?,
     );
+    if ImageSource::is_image(&args.from) {
+        return super::import::run(context, reference, args);
+    }
+    if args.per_layer {
+        return Err(
+            anyhow::anyhow!("--per-layer is for images: oci:DIR or docker-archive:FILE").into(),
+        );
+    }
     let source: Source = args.from.parse()?;
     let store = context.store()?;
     let mut options = BuildOptions::new(reference, source);

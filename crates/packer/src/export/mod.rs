@@ -13,7 +13,7 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use layerpack_store::{Digest, LayerStore, Manifest, Reference};
+use layerpack_store::{Digest, LayerStore, Manifest};
 use tempfile::NamedTempFile;
 
 use self::contents::Contents;
@@ -69,8 +69,8 @@ pub enum Compression {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ExportOptions {
-    /// The stack, bottom first.
-    pub layers: Vec<Reference>,
+    /// Digests of the stack's manifests, bottom first.
+    pub layers: Vec<Digest>,
     /// Where they go.
     pub target: ExportTarget,
     /// The image's name: the tag in an OCI layout (default: the topmost layer's version), or
@@ -85,7 +85,7 @@ pub struct ExportOptions {
 impl ExportOptions {
     /// Options with everything at its default.
     #[must_use]
-    pub fn new(layers: Vec<Reference>, target: ExportTarget) -> Self {
+    pub fn new(layers: Vec<Digest>, target: ExportTarget) -> Self {
         Self {
             layers,
             target,
@@ -125,8 +125,8 @@ pub fn export(
 ) -> Result<ExportReport> {
     progress.phase("export");
     let mut stack = Vec::with_capacity(options.layers.len());
-    for reference in &options.layers {
-        stack.push(store.load(reference)?);
+    for digest in &options.layers {
+        stack.push((*digest, store.manifest(digest)?));
     }
     if stack.is_empty() {
         return Err(PackError::InvalidOption {

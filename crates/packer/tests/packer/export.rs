@@ -20,7 +20,8 @@ pub fn try_export(
     target: &str,
     change: impl FnOnce(&mut ExportOptions),
 ) -> Result<ExportReport, PackError> {
-    let layers = layers.iter().map(|text| text.parse().unwrap()).collect();
+    let resolve = |text: &&str| store.resolve(&text.parse().unwrap()).unwrap();
+    let layers = layers.iter().map(resolve).collect();
     let mut options = ExportOptions::new(layers, target.parse()?);
     change(&mut options);
     export(store, &options, &Silent)

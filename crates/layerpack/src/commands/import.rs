@@ -1,0 +1,60 @@
+//! `layerpack build --from oci:… | docker-archive:…`: container images as layers.
+
+use std::process::ExitCode;
+
+use anyhow::bail;
+use layerpack_packer::{ImportOptions, import};
+use layerpack_store::Reference;
+
+use super::Outcome;
+use super::build::{labels, warn};
+use crate::args::BuildArgs;
+use crate::context::Context;
+use crate::output::print;
+use crate::progress::Reporter;
+use crate::published::{Published, platform};
+
+pub(super) fn run(context: &Context, reference: Reference, args: BuildArgs) -> Outcome {
+    let options = options(reference, args)?;
+    let store = context.store()?;
+    let reporter = Reporter::new(&options.reference.to_string(), context.quiet);
+    let report = import(&store, &options, &reporter);
+    reporter.finish();
+    let mut layers = Vec::new();
+    for report in report?.layers {
+        warn(&report.warnings);
+        layers.push(Published::new(
+            &report.published,
+            report.counts,
+            report.meta_bytes,
+            report.warnings,
+            report.cpu_seconds,
+        ));
+    }
+    if options.per_layer {
+        print(context.format, &layers, |out| {
+            layers
+                .iter()
+                .try_for_each(|layer| writeln!(out, "{}", layer.line()))
+        })?;
+    } else if let Some(layer) = layers.first() {
+        layer.print(context)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn options(reference: Reference, args: BuildArgs) -> anyhow::Result<ImportOptions> {
+    if args.at.is_some() || !args.parent.is_empty() {
+        bail!("--at and --parent do not go with an image, which has its own layers below");
+    }
+    let mut options = ImportOptions::new(reference, args.from.parse()?);
+    options.per_layer = args.per_layer;
+    options.platform = args.platform;
+    options.host = platform(None);
+    options.labels = labels(&args.label)?;
+    options.level = args.level;
+    options.jobs = args.jobs.map_or(0, usize::from);
+    options.source_date_epoch = args.source_date_epoch;
+    options.excludes = args.exclude;
+    Ok(options)
+}

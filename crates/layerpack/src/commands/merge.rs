@@ -1,0 +1,56 @@
+//! `layerpack merge`: consecutive layers as one over the same data.
+
+use std::process::ExitCode;
+
+use anyhow::bail;
+use layerpack_packer::{MergeOptions, merge};
+use layerpack_store::{LayerName, Reference, Version};
+
+use super::Outcome;
+use super::build::{labels, warn};
+use super::ls::parse_kind;
+use crate::args::MergeArgs;
+use crate::context::Context;
+use crate::progress::Reporter;
+use crate::published::Published;
+use crate::stack::parse_reference;
+
+pub(super) fn run(context: &Context, args: MergeArgs) -> Outcome {
+    let options = options(args)?;
+    let store = context.store()?;
+    let reporter = Reporter::new(&options.reference.to_string(), context.quiet);
+    let report = merge(&store, &options, &reporter);
+    reporter.finish();
+    let report = report?;
+    warn(&report.warnings);
+    Published::new(
+        &report.published,
+        report.counts,
+        report.meta_bytes,
+        report.warnings,
+        report.cpu_seconds,
+    )
+    .print(context)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn options(args: MergeArgs) -> anyhow::Result<MergeOptions> {
+    let layers = args
+        .refs
+        .iter()
+        .map(|text| parse_reference(text))
+        .collect::<anyhow::Result<Vec<Reference>>>()?;
+    let kind = match (&args.kind, layers.first()) {
+        (Some(kind), _) => parse_kind(kind)?,
+        (None, Some(first)) => first.kind,
+        (None, None) => bail!("name the layers to merge"),
+    };
+    let reference = Reference::new(
+        kind,
+        LayerName::new(&args.name)?,
+        Version::new(&args.version)?,
+    );
+    let mut options = MergeOptions::new(reference, layers);
+    options.labels = labels(&args.label)?;
+    Ok(options)
+}

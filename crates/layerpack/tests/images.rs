@@ -1,0 +1,139 @@
+//! `merge`, `export` and `build --from oci:…`: the way out to images and back. Needs no privileges.
+
+#![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "tests")]
+
+mod support;
+
+use layerpack_fixtures::tar::TarWriter;
+use support::Node;
+
+/// A base and a workspace on it, in the node's store.
+fn stack(label: &str) -> Node {
+    let node = Node::new(label);
+    let mut base = TarWriter::new();
+    base.dir("./", 0o755)
+        .dir("etc", 0o755)
+        .file("etc/os", "1")
+        .file("gone", "1");
+    let mut work = TarWriter::new();
+    work.file("etc/new", "2").whiteout("", "gone");
+    for (kind, tar) in [("base", base), ("workspace", work)] {
+        let path = node.root().with_extension(kind);
+        fs_err::write(&path, tar.finish()).unwrap();
+        let from = format!("tar:{}", path.display());
+        node.ok([
+            "build",
+            "--kind",
+            kind,
+            "--name",
+            "a",
+            "--version",
+            "1",
+            "--from",
+            &from,
+        ]);
+    }
+    node
+}
+
+#[test]
+fn a_stack_goes_out_as_an_image_and_comes_back() {
+    let node = stack("images");
+    let merged = node.json([
+        "merge",
+        "base/a:1",
+        "workspace/a:1",
+        "--name",
+        "a",
+        "--version",
+        "merged",
+    ]);
+    assert_eq!(merged["reference"], "base/a:merged");
+    assert_eq!(merged["store"]["raw_bytes"], 0);
+    for (scheme, name, tag) in [
+        ("oci", "layout", "1"),
+        ("docker-archive", "saved.tar", "a:1"),
+        ("tar", "plain.tar", ""),
+    ] {
+        let target = format!("{scheme}:{}", node.root().with_file_name(name).display());
+        let exported = node.json(["export", "base/a:1", "workspace/a:1", "--to", &target]);
+        assert_eq!(exported["layers"], 2);
+        assert_eq!(exported["name"].as_str().unwrap_or_default(), tag);
+        let back = node.json([
+            "build",
+            "--kind",
+            "base",
+            "--name",
+            "back",
+            "--version",
+            scheme,
+            "--from",
+            &target,
+        ]);
+        assert_eq!(back["layer_id"], merged["layer_id"], "{target}");
+    }
+    let target = format!("oci:{}", node.root().with_file_name("layout").display());
+    let lines = node.ok([
+        "build",
+        "--kind",
+        "base",
+        "--name",
+        "each",
+        "--version",
+        "1",
+        "--per-layer",
+        "--from",
+        &target,
+    ]);
+    let names: Vec<&str> = lines
+        .lines()
+        .map(|line| line.split(' ').next().unwrap())
+        .collect();
+    assert_eq!(names, ["base/each:1", "diff/each:1"]);
+    // A diff in front brings what it lies on.
+    let target = format!("tar:{}", node.root().with_file_name("again.tar").display());
+    let exported = node.json(["export", "diff/each:1", "--to", &target]);
+    assert_eq!(exported["layers"], 2);
+    assert_eq!(
+        fs_err::read(node.root().with_file_name("again.tar")).unwrap(),
+        fs_err::read(node.root().with_file_name("plain.tar")).unwrap()
+    );
+}
+
+#[test]
+fn failures_are_one_line_and_publish_nothing() {
+    let node = stack("images-bad");
+    let merge = |refs: &[&str]| {
+        let tail = ["--name", "m", "--version", "1"];
+        node.fails(1, ["merge"].iter().chain(refs).chain(&tail))
+    };
+    assert!(merge(&["workspace/a:1", "base/a:1"]).contains("at the bottom"));
+    assert!(merge(&["base/a:1", "toolkit/none:1"]).contains("toolkit/none:1"));
+    let build = |from: &str, extra: &[&str]| {
+        let head = [
+            "build",
+            "--kind",
+            "base",
+            "--name",
+            "m",
+            "--version",
+            "1",
+            "--from",
+            from,
+        ];
+        node.fails(1, head.iter().chain(extra))
+    };
+    assert!(build("oci:/no/such/layout", &[]).contains("/no/such/layout"));
+    assert!(build("docker-archive:/no/such.tar", &[]).contains("/no/such.tar"));
+    assert!(build("oci:/tmp", &["--at", "x"]).contains("--at"));
+    assert!(build("dir:/tmp", &["--per-layer"]).contains("--per-layer"));
+    assert!(
+        node.fails(1, ["export", "base/a:1", "--to", "zip:x"])
+            .contains("zip")
+    );
+    assert!(
+        node.fails(1, ["export", "base/a:1", "--to", "tar:/no/dir/x"])
+            .contains("/no/dir/x")
+    );
+    assert!(!node.ok(["ls"]).contains("/m:1"));
+}
