@@ -469,17 +469,18 @@ fn take_lock(root: &Path) -> Result<fs_err::File> {
     Ok(file)
 }
 
-/// The kernel refuses EROFS images that lie on overlayfs or EROFS.
+/// The kernel mounts no EROFS image that lies on overlayfs, EROFS or tmpfs.
 fn check_filesystem(root: &Path) -> Result<()> {
     const OVERLAYFS: u64 = 0x794c_7630;
     const EROFS: u64 = 0xe0f5_e1e2;
+    const TMPFS: u64 = 0x0102_1994;
     let found = rustix::fs::statfs(root).at("look at the filesystem of", root)?;
     let kind = u64::try_from(found.f_type).unwrap_or(0);
-    if matches!(kind, OVERLAYFS | EROFS) {
+    if matches!(kind, OVERLAYFS | EROFS | TMPFS) {
         return Err(LayerfsError::Unusable {
             path: root.to_path_buf(),
-            what: "it lies on overlayfs or EROFS, from which the kernel mounts no layers; \
-                   choose a directory on a disk filesystem or tmpfs"
+            what: "it lies on overlayfs, EROFS or tmpfs, from which the kernel mounts no layers; \
+                   choose a directory on a disk filesystem (ext4, xfs, btrfs)"
                 .to_owned(),
         });
     }
