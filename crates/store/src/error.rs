@@ -97,6 +97,22 @@ pub enum StoreError {
         /// The store's address.
         store: String,
     },
+    /// A reference that cannot be read, or that names another's manifest. Publishing does not
+    /// replace it: the version may have been published with other content, and of two writers
+    /// that both replace one the second would undo the first.
+    #[error(
+        "reference {reference} in store {store} is damaged (object {key}: {what}); restore the object from a copy, or remove the reference (layerpack rm {reference}) and publish it again"
+    )]
+    DamagedReference {
+        /// The reference.
+        reference: Box<Reference>,
+        /// The store's address.
+        store: String,
+        /// The object's key.
+        key: String,
+        /// What was found.
+        what: String,
+    },
     /// An object that another object names is gone.
     #[error(
         "object {key} is missing from store {store}; publish the layer again or restore the object from a copy"
@@ -223,6 +239,7 @@ impl StoreError {
     pub fn key(&self) -> Option<&str> {
         match self {
             Self::Missing { key, .. }
+            | Self::DamagedReference { key, .. }
             | Self::Corrupt { key, .. }
             | Self::TooLarge { key, .. }
             | Self::NoSpace { key, .. }
@@ -244,10 +261,11 @@ impl StoreError {
 
     /// True if the object is there but wrong, or should be there and is not.
     #[must_use]
-    pub fn is_damage(&self) -> bool {
+    pub const fn is_damage(&self) -> bool {
         matches!(
             self,
             Self::Missing { .. }
+                | Self::DamagedReference { .. }
                 | Self::Corrupt { .. }
                 | Self::TooLarge { .. }
                 | Self::Unsupported { .. }

@@ -1,16 +1,20 @@
 //! What the store already has: all index segments, sorted together, and the tables of those packs
 //! that are really hit. A hit counts only if the pack is there, has its size, and its table
-//! confirms the chunk: a layer is never published on an index's word alone. What is damaged or
+//! confirms the chunk, and the stored bytes of its frame have their digest: a layer is never
+//! published on an index's word alone, nor on damaged bytes. What is damaged, cannot be read or is
 //! gone is passed over with a warning, and the chunk is written anew.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use super::LayerStore;
+use super::frames::{FrameCheck, is_unusable};
 use crate::digest::Digest;
 use crate::error::{FormatError, Result, StoreError};
 use crate::format::index::{IndexEntry, IndexPack, IndexSegment, MAX_INDEX_BYTES};
-use crate::format::pack::{FOOTER_LEN, MAX_TABLE_LEN, PackFooter, PackFrame, PackTable};
+use crate::format::pack::{
+    FOOTER_LEN, FRAMES_START, MAX_TABLE_LEN, PackFooter, PackFrame, PackTable, check_header,
+};
 use crate::key::Key;
 
 /// Tables of packs kept in memory.
@@ -36,7 +40,8 @@ pub(super) struct IndexSet {
     tables: HashMap<u32, Option<Arc<PackTable>>>,
     /// Tables in memory, oldest first.
     loaded: VecDeque<u32>,
-    pub(super) warnings: Vec<String>,
+    frames: FrameCheck,
+    warnings: Vec<String>,
 }
 
 impl IndexSet {
@@ -48,6 +53,7 @@ impl IndexSet {
             entries: Vec::new(),
             tables: HashMap::new(),
             loaded: VecDeque::new(),
+            frames: FrameCheck::default(),
             warnings: Vec::new(),
         };
         let mut numbers: HashMap<Digest, u32> = HashMap::new();
@@ -111,22 +117,57 @@ impl IndexSet {
                 let frame = usize::try_from(c.frame)
                     .ok()
                     .and_then(|f| table.frames.get(f))?;
-                Some(StoredChunk {
-                    pack,
-                    frame: *frame,
-                    offset: c.offset,
-                    len: c.len,
-                })
+                Some((c, *frame))
             });
-            match found {
-                Some(found) => return Ok(Some(found)),
-                None => self.warn(format!(
+            let Some((chunk, frame)) = found else {
+                self.warn(format!(
                     "not used: an index says that {} has chunk {digest}",
                     Key::pack(&pack.id)
-                )),
+                ));
+                continue;
+            };
+            let sound =
+                self.frames
+                    .is_sound(&self.store, entry.pack, &pack, &table, chunk.frame)?;
+            if sound {
+                return Ok(Some(StoredChunk {
+                    pack,
+                    frame,
+                    offset: chunk.offset,
+                    len: chunk.len,
+                }));
             }
         }
         Ok(None)
+    }
+
+    /// Why a chunk that an index names has no usable place, if damage of its frame is the reason.
+    pub(super) fn damage_of(&mut self, digest: &Digest) -> Result<Option<StoreError>> {
+        let mut i = self.entries.partition_point(|e| &e.digest < digest);
+        while let Some(&entry) = self.entries.get(i).filter(|e| &e.digest == digest) {
+            i += 1;
+            let table = self.table(entry.pack)?;
+            let damage = table.and_then(|table| {
+                let chunk = table.chunks.get(usize::try_from(entry.chunk).ok()?)?;
+                let frame = table.frames.get(usize::try_from(chunk.frame).ok()?)?;
+                self.frames.damage(&self.store, entry.pack, frame.offset)
+            });
+            if damage.is_some() {
+                return Ok(damage);
+            }
+        }
+        Ok(None)
+    }
+
+    /// What was passed over so far, one line each.
+    pub(super) fn take_warnings(&mut self) -> Vec<String> {
+        let frames = self.frames.warnings(&self.store);
+        for line in &frames {
+            tracing::warn!("{line}");
+        }
+        let mut warnings = std::mem::take(&mut self.warnings);
+        warnings.extend(frames);
+        warnings
     }
 
     fn table(&mut self, number: u32) -> Result<Option<Arc<PackTable>>> {
@@ -138,7 +179,7 @@ impl IndexSet {
         };
         let table = match self.store.pack_table(&pack) {
             Ok(table) => Some(Arc::new(table)),
-            Err(error) if error.is_damage() => {
+            Err(error) if is_unusable(&error) => {
                 self.warn(format!("not used: {error}"));
                 None
             }
@@ -172,7 +213,7 @@ impl LayerStore {
             .map_err(|e| self.bad(key, &e))
     }
 
-    /// A pack's table, after checking that the pack has its size.
+    /// A pack's table, after checking that the pack has its size and its header.
     pub(super) fn pack_table(&self, pack: &IndexPack) -> Result<PackTable> {
         let key = Key::pack(&pack.id);
         let size = self.blobs().size(&key)?.ok_or_else(|| self.missing(&key))?;
@@ -182,6 +223,8 @@ impl LayerStore {
                 format!("it has {size} bytes, its index says {}", pack.size),
             ));
         }
+        let head = self.fetch(&pack.id, 0..FRAMES_START.min(size))?;
+        check_header(&head).map_err(|e| self.bad(&key, &e))?;
         self.read_table(&key, pack.size, pack.table_offset)
     }
 

@@ -1,6 +1,7 @@
 //! Layers in a store: reading ([`LayerStore`]), verifying, and writing ([`LayerWriter`]).
 
 mod dedupe;
+mod frames;
 mod pack_writer;
 mod pipeline;
 mod publish;
@@ -114,11 +115,13 @@ impl LayerStore {
         Ok(true)
     }
 
-    /// Makes the store one if it is none yet.
-    fn ensure_marker(&self) -> Result<()> {
+    /// Makes the store one if it is none yet. A warning if the marker was lost: looked at before
+    /// the marker is written, so that another writer's first layer is not taken for an old one.
+    fn ensure_marker(&self) -> Result<Option<String>> {
         if self.check_marker()? {
-            return Ok(());
+            return Ok(None);
         }
+        let lost = self.lost_marker()?;
         let marker = serde_json::to_vec(&Marker {
             format: 1,
             incompat: Vec::new(),
@@ -129,9 +132,20 @@ impl LayerStore {
             .blobs
             .put(&Key::marker(), &marker, PutMode::IfAbsent)?
         {
-            PutOutcome::Created => Ok(()),
-            PutOutcome::Exists => self.check_marker().map(|_| ()),
+            PutOutcome::Created => Ok(lost.map(|error| {
+                tracing::warn!("written anew: {error}");
+                format!("written anew: {error}")
+            })),
+            PutOutcome::Exists => self.check_marker().map(|_| None),
         }
+    }
+
+    /// The damage, if the store has references but no marker.
+    fn lost_marker(&self) -> Result<Option<StoreError>> {
+        if self.check_marker()? || self.inner.blobs.list("refs/")?.is_empty() {
+            return Ok(None);
+        }
+        Ok(Some(self.missing(&Key::marker())))
     }
 
     fn bad(&self, key: &Key, error: &FormatError) -> StoreError {
@@ -157,7 +171,8 @@ impl LayerStore {
     /// Digest of the manifest that a version is published as.
     ///
     /// # Errors
-    /// [`StoreError::UnknownReference`] if there is no such version.
+    /// [`StoreError::UnknownReference`] if there is no such version,
+    /// [`StoreError::DamagedReference`] if it cannot be told what it names.
     pub fn resolve(&self, reference: &Reference) -> Result<Digest> {
         self.check_marker()?;
         self.read_ref(reference)?
@@ -169,16 +184,30 @@ impl LayerStore {
 
     fn read_ref(&self, reference: &Reference) -> Result<Option<Digest>> {
         let key = Key::reference(reference);
-        let Some(bytes) = self.inner.blobs.get(&key, MAX_SMALL)? else {
-            return Ok(None);
+        let bytes = match self.inner.blobs.get(&key, MAX_SMALL) {
+            Ok(Some(bytes)) => bytes,
+            Ok(None) => return Ok(None),
+            Err(StoreError::TooLarge { size, .. }) => {
+                return Err(self.damaged_ref(reference, format!("it has {size} bytes")));
+            }
+            Err(error) => return Err(error),
         };
         let object: RefObject = serde_json::from_slice(&bytes)
-            .map_err(|e| self.bad(&key, &FormatError::new("reference", e.to_string())))?;
+            .map_err(|e| self.damaged_ref(reference, e.to_string()))?;
         if object.format != 1 {
             let what = format!("its format is {}, known is 1", object.format);
             return Err(self.bad(&key, &FormatError::newer("reference", what)));
         }
         Ok(Some(object.manifest))
+    }
+
+    fn damaged_ref(&self, reference: &Reference, what: String) -> StoreError {
+        StoreError::DamagedReference {
+            reference: Box::new(reference.clone()),
+            store: self.inner.url.clone(),
+            key: Key::reference(reference).to_string(),
+            what,
+        }
     }
 
     /// The manifest with this digest, verified.
@@ -202,14 +231,14 @@ impl LayerStore {
     /// Resolves a reference and reads its manifest.
     ///
     /// # Errors
-    /// As [`LayerStore::resolve`] and [`LayerStore::manifest`]; [`StoreError::Corrupt`] if the
-    /// manifest is for another reference.
+    /// As [`LayerStore::resolve`] and [`LayerStore::manifest`];
+    /// [`StoreError::DamagedReference`] if the manifest is for another reference.
     pub fn load(&self, reference: &Reference) -> Result<(Digest, Manifest)> {
         let digest = self.resolve(reference)?;
         let manifest = self.manifest(&digest)?;
         if &manifest.reference() != reference {
             let what = format!("it names the manifest of {}", manifest.reference());
-            return Err(self.corrupt(&Key::reference(reference), what));
+            return Err(self.damaged_ref(reference, what));
         }
         Ok((digest, manifest))
     }
@@ -316,7 +345,18 @@ impl LayerStore {
         Ok(entries)
     }
 
-    /// Removes a reference. The objects that it named stay until garbage is collected.
+    /// Whether a reference exists, damaged or not: whether [`LayerStore::remove`] has something to
+    /// remove.
+    ///
+    /// # Errors
+    /// If the backend fails.
+    pub fn has_reference(&self, reference: &Reference) -> Result<bool> {
+        self.check_marker()?;
+        Ok(self.inner.blobs.size(&Key::reference(reference))?.is_some())
+    }
+
+    /// Removes a reference, also a damaged one: it is not read. The objects that it named stay
+    /// until garbage is collected.
     ///
     /// # Errors
     /// [`StoreError::UnknownReference`] if there is no such version.

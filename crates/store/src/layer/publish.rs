@@ -1,6 +1,6 @@
 //! Publishing: index, metadata, map, locator, manifest, reference, each durable before the next.
 //! An object that exists already is checked before a layer relies on it, and replaced if it is
-//! damaged: publishing again heals.
+//! damaged; a locator is replaced unless it is the same: publishing again heals.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -13,7 +13,7 @@ use crate::codec::Compressor;
 use crate::digest::Digest;
 use crate::error::{Result, StoreError};
 use crate::format::index::{IndexEntry, IndexPack, IndexSegment};
-use crate::format::locator::{FrameLoc, Locator, PackLoc};
+use crate::format::locator::{FrameLoc, Locator, MAX_LOCATOR_BYTES, PackLoc};
 use crate::format::map::LayerMap;
 use crate::format::pack::PackFrame;
 use crate::key::Key;
@@ -104,7 +104,7 @@ impl LayerWriter {
     /// reference is as it was before (or, if an answer was lost, published): run again.
     pub fn finish(mut self, draft: Draft) -> Result<Published> {
         self.flush()?;
-        self.store.ensure_marker()?;
+        let mut warnings: Vec<String> = self.store.ensure_marker()?.into_iter().collect();
         let map_bytes = draft.map.to_bytes();
         let manifest = self.manifest(&draft, &map_bytes)?;
         let invalid = |e: crate::error::FormatError| StoreError::InvalidInput {
@@ -146,9 +146,10 @@ impl LayerWriter {
 
         // Chunks of the map that were not added: of layers that this one is made from.
         for extent in draft.map.extents() {
-            if !known.contains_key(&extent.digest)
-                && let Some(chunk) = index.locate(&extent.digest)?
-            {
+            if known.contains_key(&extent.digest) {
+                continue;
+            }
+            if let Some(chunk) = index.locate(&extent.digest)? {
                 known.insert(
                     extent.digest,
                     (
@@ -159,9 +160,11 @@ impl LayerWriter {
                     ),
                 );
                 stored.push(chunk);
+            } else if let Some(damage) = index.damage_of(&extent.digest)? {
+                return Err(damage);
             }
         }
-        let mut warnings = std::mem::take(&mut index.warnings);
+        warnings.extend(index.take_warnings());
         let places = resolve(&known, &stored, &tickets, &packs, &draft)?;
         let locator = build_locator(manifest.map.digest, &draft.map, places).map_err(invalid)?;
 
@@ -427,7 +430,8 @@ impl LayerStore {
         self.put_checked(key, stored, warnings, || self.object(key, blob).map(|_| ()))
     }
 
-    /// An existing locator stays if it fits and its packs are there.
+    /// An existing locator stays only if it is the same: each frame of `locator` was verified or
+    /// written by this writer, and what another one points at was not. Bytes written.
     fn put_locator(
         &self,
         map_digest: &Digest,
@@ -436,20 +440,25 @@ impl LayerStore {
         warnings: &mut Vec<String>,
     ) -> Result<u64> {
         let key = Key::locator(map_digest);
-        self.put_checked(&key, &locator.to_bytes(), warnings, || {
-            for pack in self.locator_of(map_digest, map)?.packs() {
-                let pack_key = Key::pack(&pack.id);
-                let size = self
-                    .blobs()
-                    .size(&pack_key)?
-                    .ok_or_else(|| self.missing(&pack_key))?;
-                if size != pack.size {
-                    return Err(
-                        self.corrupt(&pack_key, format!("it has {size} bytes, not {}", pack.size))
-                    );
-                }
-            }
-            Ok(())
-        })
+        let bytes = locator.to_bytes();
+        let len = bytes.len() as u64;
+        if self.blobs().put(&key, &bytes, PutMode::IfAbsent)? == PutOutcome::Created {
+            return Ok(len);
+        }
+        let damage = match self.blobs().get(&key, MAX_LOCATOR_BYTES) {
+            Ok(Some(old)) if old == bytes => return Ok(0),
+            Ok(Some(old)) => Locator::parse(&old, map_digest, map)
+                .err()
+                .map(|e| self.bad(&key, &e)),
+            Ok(None) => None, // deleted meanwhile
+            Err(error) if error.is_damage() => Some(error),
+            Err(error) => return Err(error),
+        };
+        if let Some(error) = damage {
+            tracing::warn!("replaced: {error}");
+            warnings.push(format!("replaced: {error}"));
+        }
+        self.blobs().put(&key, &bytes, PutMode::Overwrite)?;
+        Ok(len)
     }
 }

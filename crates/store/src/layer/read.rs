@@ -12,9 +12,9 @@ use crate::format::map::{Extent, LayerMap};
 use crate::key::Key;
 
 /// Bytes between two frames that are fetched rather than split into two requests.
-const MAX_GAP: u64 = 64 << 10;
+pub(super) const MAX_GAP: u64 = 64 << 10;
 /// Longest request in bytes, unless one frame is longer.
-const MAX_REQUEST: u64 = 4 << 20;
+pub(super) const MAX_REQUEST: u64 = 4 << 20;
 
 /// What a read cost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

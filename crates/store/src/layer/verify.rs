@@ -2,6 +2,7 @@
 //! and tables, every frame and every chunk. Damage is collected, not stopped at: one pass tells all
 //! that is wrong. Only an unknown reference or a failing backend ends it early.
 
+use std::collections::HashSet;
 use std::ops::Range;
 
 use super::LayerStore;
@@ -49,6 +50,10 @@ pub struct VerifyReport {
     pub raw_bytes: u64,
     /// What is damaged. Empty: every byte of the layer is right.
     pub damaged: Vec<Damage>,
+    /// What does not concern the layer's bytes, one line each: the store's marker is gone, or no
+    /// sound index segment names one of the layer's packs, so that new layers cannot share it.
+    /// Publishing the layer again mends both.
+    pub warnings: Vec<String>,
 }
 
 impl VerifyReport {
@@ -122,6 +127,7 @@ impl LayerStore {
             stored_bytes: 0,
             raw_bytes: 0,
             damaged: Vec::new(),
+            warnings: Vec::new(),
         };
         let resolved = self.resolve(reference);
         report.objects += 1;
@@ -129,6 +135,8 @@ impl LayerStore {
             return Ok(report);
         };
         report.manifest = Some(digest);
+        let lost = self.lost_marker()?;
+        report.warnings.extend(lost.map(|error| error.to_string()));
         report.objects += 1;
         let Some(manifest) = report.note(self.manifest(&digest), Vec::new)? else {
             return Ok(report);
@@ -136,10 +144,7 @@ impl LayerStore {
         report.layer_id = Some(manifest.layer_id());
         if &manifest.reference() != reference {
             let what = format!("it names the manifest of {}", manifest.reference());
-            report.note::<()>(
-                Err(self.corrupt(&Key::reference(reference), what)),
-                Vec::new,
-            )?;
+            report.note::<()>(Err(self.damaged_ref(reference, what)), Vec::new)?;
         }
         let everything = || {
             std::iter::once(0..manifest.data_size)
@@ -158,7 +163,48 @@ impl LayerStore {
         };
         self.verify_small(&manifest, &mut report)?;
         self.verify_packs(&map, &locator, &mut report)?;
+        self.verify_indexed(&locator, &mut report)?;
         Ok(report)
+    }
+
+    /// That a sound index segment names each pack of the layer.
+    fn verify_indexed(&self, locator: &Locator, report: &mut VerifyReport) -> Result<()> {
+        let mut open: HashSet<PackLoc> = locator.packs().iter().copied().collect();
+        let mut bad = Vec::new();
+        for object in self.blobs().list("index/")? {
+            if open.is_empty() {
+                break;
+            }
+            match self.index_segment(&object.key) {
+                Ok(Some(segment)) => {
+                    for pack in segment.packs() {
+                        open.remove(&PackLoc {
+                            id: pack.id,
+                            size: pack.size,
+                        });
+                    }
+                }
+                Ok(None) => {} // deleted meanwhile
+                Err(error) if error.is_damage() => bad.push(error),
+                Err(error) => return Err(error),
+            }
+        }
+        let packs = locator.packs().iter().filter(|pack| open.contains(pack));
+        let lines: Vec<String> = packs
+            .map(|pack| {
+                format!(
+                    "no index in store {} names object {}: new layers cannot share its chunks; publish the layer again",
+                    self.url(),
+                    Key::pack(&pack.id)
+                )
+            })
+            .collect();
+        // Perhaps of other packs; but where all of the layer's are named, not its concern.
+        if !lines.is_empty() {
+            report.warnings.extend(bad.iter().map(ToString::to_string));
+        }
+        report.warnings.extend(lines);
+        Ok(())
     }
 
     /// Bytes of the objects that were verified whole.

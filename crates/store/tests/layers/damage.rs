@@ -120,7 +120,17 @@ fn missing_empty_short_and_long_objects() {
             }
             let store = LayerStore::new(blobs);
             let is_index = object.key.as_str().starts_with("index/");
-            // Without an index a layer is whole: it is only what new layers share by.
+            // Without an index a layer is whole: it is only what new layers share by. Verifying
+            // the layer warns of it.
+            let warnings = store
+                .verify(&reference(NAME))
+                .map_or_else(|_| Vec::new(), |report| report.warnings);
+            assert_eq!(
+                warnings.iter().any(|w| w.contains("packs/")),
+                is_index,
+                "{} variant {which}: {warnings:?}",
+                object.key
+            );
             match finding(&store) {
                 None => assert!(
                     is_index && variant.is_none(),

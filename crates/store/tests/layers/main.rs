@@ -14,6 +14,7 @@ mod damage;
 mod faults;
 mod full_disk;
 mod golden;
+mod healing;
 mod hostile;
 mod publishing;
 mod reading;

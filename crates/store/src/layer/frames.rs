@@ -1,0 +1,210 @@
+//! Whether frames of the store are what their pack's table says, before a new layer relies on
+//! them: each is read once and its digest compared. A layer that was published before uses the
+//! frames of a pack in order, so reads that go forward grow and take the frames that follow along;
+//! a single hit costs a single frame.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::LayerStore;
+use super::read::{MAX_GAP, MAX_REQUEST};
+use crate::digest::Digest;
+use crate::error::{Result, StoreError};
+use crate::format::index::IndexPack;
+use crate::format::pack::{PackFrame, PackTable};
+use crate::key::Key;
+
+/// First read that goes forward in a pack, in bytes; each further one is twice as long.
+const FIRST_WINDOW: u64 = 256 << 10;
+
+/// How far the reads of a pack have come.
+#[derive(Debug, Clone, Copy, Default)]
+struct Ahead {
+    /// Bytes from the start of the pack.
+    end: u64,
+    /// Length of the last read that went forward, in bytes.
+    window: u64,
+}
+
+#[derive(Debug)]
+struct Bad {
+    pack: Digest,
+    end: u64,
+    what: String,
+}
+
+/// What is known of frames. Packs have the caller's numbers.
+#[derive(Debug, Default)]
+pub(super) struct FrameCheck {
+    /// By pack and offset: whether the frame can be used.
+    checked: HashMap<(u32, u64), bool>,
+    /// By pack and offset.
+    bad: BTreeMap<(u32, u64), Bad>,
+    ahead: HashMap<u32, Ahead>,
+}
+
+/// Damaged, gone, or a place of the disk that cannot be read: not to be used, but no reason to
+/// stop.
+pub(super) const fn is_unusable(error: &StoreError) -> bool {
+    error.is_damage() || matches!(error, StoreError::Io { .. })
+}
+
+fn end_of(frame: &PackFrame) -> u64 {
+    frame.offset.saturating_add(frame.stored_len.into())
+}
+
+impl FrameCheck {
+    /// Whether frame `frame` of the pack's table has the stored bytes that the table says.
+    pub(super) fn is_sound(
+        &mut self,
+        store: &LayerStore,
+        number: u32,
+        pack: &IndexPack,
+        table: &PackTable,
+        frame: u32,
+    ) -> Result<bool> {
+        let rest = usize::try_from(frame)
+            .ok()
+            .and_then(|f| table.frames.get(f..))
+            .unwrap_or_default();
+        let Some(first) = rest.first() else {
+            return Ok(false);
+        };
+        if let Some(&sound) = self.checked.get(&(number, first.offset)) {
+            return Ok(sound);
+        }
+        let window = self.window(number, first.offset);
+        let count = rest
+            .iter()
+            .take_while(|f| end_of(f) - first.offset <= window)
+            .count()
+            .max(1);
+        let mut run = rest.get(..count).unwrap_or_default();
+        let mut bytes = self.fetch(store, pack, run);
+        if count > 1 && bytes.as_ref().is_err_and(is_unusable) {
+            run = rest.get(..1).unwrap_or_default(); // the others are tried when they are needed
+            bytes = self.fetch(store, pack, run);
+        }
+        let bytes = match bytes {
+            Ok(bytes) => bytes,
+            Err(error) if is_unusable(&error) => {
+                self.note(number, pack, first, Err(with_source(&error)));
+                return Ok(false);
+            }
+            Err(error) => return Err(error),
+        };
+        if let Some(end) = run.last().map(end_of) {
+            let ahead = self.ahead.entry(number).or_default();
+            if end > ahead.end {
+                *ahead = Ahead { end, window };
+            }
+        }
+        for frame in run {
+            let start = usize::try_from(frame.offset - first.offset).unwrap_or(usize::MAX);
+            let len = usize::try_from(frame.stored_len).unwrap_or(usize::MAX);
+            let stored = bytes.get(start..start.saturating_add(len));
+            let digest = Digest::of(stored.unwrap_or_default());
+            let result = if digest == frame.digest {
+                Ok(())
+            } else {
+                Err(format!(
+                    "the digest of this frame is {digest}, not {}",
+                    frame.digest
+                ))
+            };
+            self.note(number, pack, frame, result);
+        }
+        Ok(self
+            .checked
+            .get(&(number, first.offset))
+            .copied()
+            .unwrap_or(false))
+    }
+
+    /// Bytes to read from `offset`; a frame is read whole in any case.
+    fn window(&self, number: u32, offset: u64) -> u64 {
+        let ahead = self.ahead.get(&number).copied().unwrap_or_default();
+        if (ahead.end..=ahead.end.saturating_add(MAX_GAP)).contains(&offset) {
+            (ahead.window * 2).clamp(FIRST_WINDOW, MAX_REQUEST)
+        } else {
+            0
+        }
+    }
+
+    fn fetch(&self, store: &LayerStore, pack: &IndexPack, run: &[PackFrame]) -> Result<Vec<u8>> {
+        let start = run.first().map_or(0, |f| f.offset);
+        store.fetch(&pack.id, start..run.last().map_or(start, end_of))
+    }
+
+    fn note(
+        &mut self,
+        number: u32,
+        pack: &IndexPack,
+        frame: &PackFrame,
+        result: Result<(), String>,
+    ) {
+        let place = (number, frame.offset);
+        self.checked.insert(place, result.is_ok());
+        if let Err(what) = result {
+            self.bad.insert(
+                place,
+                Bad {
+                    pack: pack.id,
+                    end: end_of(frame),
+                    what,
+                },
+            );
+        }
+    }
+
+    /// Why the frame at `offset` cannot be used.
+    pub(super) fn damage(
+        &self,
+        store: &LayerStore,
+        number: u32,
+        offset: u64,
+    ) -> Option<StoreError> {
+        self.bad
+            .get(&(number, offset))
+            .map(|bad| StoreError::Corrupt {
+                store: store.url().to_owned(),
+                key: Key::pack(&bad.pack).to_string(),
+                range: Some(offset..bad.end),
+                what: bad.what.clone(),
+            })
+    }
+
+    /// One line for each run of frames that cannot be used.
+    pub(super) fn warnings(&self, store: &LayerStore) -> Vec<String> {
+        let mut lines: Vec<(u32, u64, u64, u64, &Bad)> = Vec::new();
+        for (&(number, offset), bad) in &self.bad {
+            match lines.last_mut() {
+                Some((pack, _, end, frames, _)) if (*pack, *end) == (number, offset) => {
+                    *end = bad.end;
+                    *frames += 1;
+                }
+                _ => lines.push((number, offset, bad.end, 1, bad)),
+            }
+        }
+        lines
+            .into_iter()
+            .map(|(_, start, end, frames, bad)| {
+                let more = match frames {
+                    1 => String::new(),
+                    n => format!(" (and {} frames after it)", n - 1),
+                };
+                format!(
+                    "not reused: object {} (bytes {start}..{end}) in store {} is damaged: {}{more}; its chunks are written anew; verify other layers and publish those again that are damaged",
+                    Key::pack(&bad.pack),
+                    store.url(),
+                    bad.what
+                )
+            })
+            .collect()
+    }
+}
+
+/// An error with what caused it, on one line.
+fn with_source(error: &StoreError) -> String {
+    std::error::Error::source(error)
+        .map_or_else(|| error.to_string(), |source| format!("{error}: {source}"))
+}
