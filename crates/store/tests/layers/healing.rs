@@ -1,10 +1,11 @@
 //! "Publish the layer again" is the remedy that messages name: it must be true.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use layerpack_store::{
-    BlobStore, Digest, Draft, Extent, Fault, FaultStore, FileStore, Key, LayerStore, MapBuilder,
-    PublishOutcome, PutMode, StoreError, WriterOptions,
+    BlobStore, BlobWriter, Digest, Draft, Extent, Fault, FaultStore, FileStore, Key, LayerStore,
+    MapBuilder, ObjectInfo, PublishOutcome, PutMode, PutOutcome, Result, StoreError, WriterOptions,
 };
 
 use crate::support::{data_of, memory, noise, publish, read_all, reference, text};
@@ -18,7 +19,7 @@ fn flip(blobs: &dyn BlobStore, key: &Key, at: usize) {
 }
 
 /// The pack and the frame that hold the layer's first byte at or after `at`.
-fn frame_of(store: &LayerStore, name: &str, at: u64) -> (Key, std::ops::Range<u64>) {
+fn frame_of(store: &LayerStore, name: &str, at: u64) -> (Key, Range<u64>) {
     let (_, manifest) = store.load(&reference(name)).unwrap();
     let map = store.map(&manifest).unwrap();
     let locator = store.locator(&manifest, &map).unwrap();
@@ -283,5 +284,73 @@ fn a_lost_marker_is_warned_of_and_written_anew() {
         again.warnings
     );
     assert!(blobs.get(&Key::marker(), 1000).unwrap().is_some());
+    assert_good(&store, NAME, &files);
+}
+
+/// A store with one byte of one object on a place of the disk that cannot be read.
+#[derive(Debug)]
+struct BadSector {
+    inner: Arc<dyn BlobStore>,
+    key: Key,
+    at: u64,
+}
+
+impl BlobStore for BadSector {
+    fn get(&self, key: &Key, max_len: u64) -> Result<Option<Vec<u8>>> {
+        self.inner.get(key, max_len)
+    }
+    fn get_range(&self, key: &Key, range: Range<u64>) -> Result<Vec<u8>> {
+        if key == &self.key && range.contains(&self.at) {
+            return Err(StoreError::Io {
+                operation: "read",
+                store: self.url(),
+                key: key.to_string(),
+                source: std::io::Error::other("bad sector"),
+            });
+        }
+        self.inner.get_range(key, range)
+    }
+    fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<PutOutcome> {
+        self.inner.put(key, bytes, mode)
+    }
+    fn put_stream(&self) -> Result<Box<dyn BlobWriter + '_>> {
+        self.inner.put_stream()
+    }
+    fn size(&self, key: &Key) -> Result<Option<u64>> {
+        self.inner.size(key)
+    }
+    fn list(&self, prefix: &str) -> Result<Vec<ObjectInfo>> {
+        self.inner.list(prefix)
+    }
+    fn delete(&self, key: &Key) -> Result<bool> {
+        self.inner.delete(key)
+    }
+    fn url(&self) -> String {
+        self.inner.url()
+    }
+}
+
+#[test]
+fn an_unreadable_frame_is_not_reused() {
+    let (blobs, store) = memory();
+    let files = many_files();
+    publish(&store, NAME, &files).unwrap();
+    let (key, range) = frame_of(&store, NAME, 200_000);
+    let store = LayerStore::new(Arc::new(BadSector {
+        inner: blobs,
+        key: key.clone(),
+        at: range.start + 7,
+    }));
+    let again = publish(&store, NAME, &files).unwrap();
+    assert_eq!(again.stats.new_packs, 1);
+    assert!(again.stats.new_raw_bytes < 400_000, "{:?}", again.stats);
+    let named = format!("{key} (bytes {}..{})", range.start, range.end);
+    assert!(
+        again.warnings.len() == 1
+            && again.warnings[0].contains(&named)
+            && again.warnings[0].contains("bad sector"),
+        "{:?}",
+        again.warnings
+    );
     assert_good(&store, NAME, &files);
 }
