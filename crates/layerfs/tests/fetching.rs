@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use common::{BOOT, Gauge, LONG, config, fixture, publish_with, read};
 use layerpack_fixtures::{MountGuard, is_root, skip};
-use layerpack_layerfs::cache::BootId;
+use layerpack_layerfs::cache::{BlobCache, BootId};
 use layerpack_layerfs::fetch::FetchConfig;
 use layerpack_layerfs::fuse::{Errno, ReplyBuf};
 use layerpack_store::{
@@ -330,6 +330,71 @@ fn a_moved_layer_is_found_again() {
     read(&blob, &f.data, 0, f.data.len()).unwrap();
 }
 
+/// Whether a reopened cache still has an extent, to be checked or checked already.
+fn kept(cache: &BlobCache, index: u64) -> bool {
+    cache.has(index) || cache.suspect(index)
+}
+
+/// A cache file that was damaged, or lost its blocks, while no daemon ran: never a wrong byte,
+/// and only what is damaged is fetched again.
+#[test]
+fn what_an_earlier_process_left_is_checked_before_it_is_served() {
+    use std::os::unix::fs::FileExt;
+    let f = fixture(mem());
+    let whole = f.data.len();
+    for damage in ["none", "byte", "hole"] {
+        let dir = f.scratch.join(damage);
+        let blob = f.blob(f.blobs.clone(), &dir, config());
+        read(&blob, &f.data, 0, whole).unwrap();
+        drop(blob);
+        let file = std::fs::File::options()
+            .write(true)
+            .open(dir.join("data"))
+            .unwrap();
+        match damage {
+            "byte" => file.write_all_at(&[f.data[5000] ^ 1], 5000).unwrap(),
+            "hole" => {
+                file.set_len(0).unwrap();
+                file.set_len(whole as u64).unwrap();
+            }
+            _ => {}
+        }
+        let cache = f.cache(&dir, BOOT);
+        let extents = cache.extents();
+        assert!((0..extents).all(|i| cache.suspect(i) && !cache.has(i)));
+        let blob = f.blob_with(f.blobs.clone(), f.locator(), cache, config());
+        let before = blob.cached_bytes();
+        for _ in 0..2 {
+            read(&blob, &f.data, 0, whole).unwrap();
+        }
+        assert!((0..extents).all(|i| blob.cache().has(i) && !blob.cache().suspect(i)));
+        assert_eq!(blob.cached_bytes(), before, "{damage}");
+        let written = blob.cache().written_bytes();
+        match damage {
+            "none" => assert_eq!(written, 0),
+            "byte" => assert!(written > 0 && written < before / 2, "{written} of {before}"),
+            _ => assert!(written >= before, "{written} of {before}"),
+        }
+        drop(blob);
+        // What was found right or mended is recorded as such.
+        let cache = f.cache(&dir, BOOT);
+        assert!((0..extents).all(|i| cache.suspect(i)), "{damage}");
+    }
+    // With the store away, damage is an error and the rest goes on being served.
+    let dir = f.scratch.join("away");
+    let blob = f.blob(f.blobs.clone(), &dir, config());
+    read(&blob, &f.data, 0, whole).unwrap();
+    drop(blob);
+    let file = std::fs::File::options()
+        .write(true)
+        .open(dir.join("data"))
+        .unwrap();
+    file.write_all_at(&[f.data[5000] ^ 1], 5000).unwrap();
+    let blob = f.blob_with(mem(), f.locator(), f.cache(&dir, BOOT), config());
+    assert!(read(&blob, &f.data, 5000, 1).is_err());
+    read(&blob, &f.data, whole as u64 - 4096, 4096).unwrap();
+}
+
 #[test]
 fn presence_survives_what_it_may_and_nothing_else() {
     let f = fixture(mem());
@@ -337,7 +402,7 @@ fn presence_survives_what_it_may_and_nothing_else() {
     let other = BootId::from_bytes([8; 16]);
     let present = |boot| {
         let cache = f.cache(&dir, boot);
-        (0..cache.extents()).filter(|i| cache.has(*i)).count()
+        (0..cache.extents()).filter(|i| kept(&cache, *i)).count()
     };
     let blob = f.blob(f.blobs.clone(), &dir, config());
     read(&blob, &f.data, 0, 500_000).unwrap();
@@ -363,7 +428,7 @@ fn presence_survives_what_it_may_and_nothing_else() {
     }
     {
         let cache = f.cache(&copy, other);
-        let there = (0..cache.extents()).filter(|i| cache.has(*i)).count();
+        let there = (0..cache.extents()).filter(|i| kept(&cache, *i)).count();
         assert_eq!(there, first);
     }
     // The same boot: everything is there.
@@ -404,7 +469,7 @@ fn presence_survives_what_it_may_and_nothing_else() {
         }
         let cache = f.cache(&copy, BOOT);
         assert_eq!(
-            (0..cache.extents()).filter(|i| cache.has(*i)).count(),
+            (0..cache.extents()).filter(|i| kept(&cache, *i)).count(),
             0,
             "{damage}"
         );
@@ -431,7 +496,7 @@ fn damaged_presence_files_are_dropped() {
         std::fs::write(dir.join("present.synced"), bytes).unwrap();
         let _ = std::fs::remove_file(dir.join("present"));
         let cache = f.cache(&dir, other);
-        let there: Vec<u64> = (0..cache.extents()).filter(|i| cache.has(*i)).collect();
+        let there: Vec<u64> = (0..cache.extents()).filter(|i| kept(&cache, *i)).collect();
         assert!(there.is_empty() || there == set, "{what}");
         there.len()
     };

@@ -9,7 +9,12 @@
 //!    boot it was written, and is believed under that boot only.
 //! 3. `present.synced` is replaced, atomically, by what was set before an `fdatasync` of the
 //!    data; it is believed after any crash.
-//! 4. When the kernel reports that it lost data (`fdatasync` fails), every bit set since the
+//! 4. What an earlier process left is a **suspect**: its bits say that the bytes should be here,
+//!    and nobody sees them before they were read once more and compared with their digest
+//!    ([`BlobCache::promote`]); bytes that do not pass are fetched again
+//!    ([`BlobCache::distrust`]). So a cache file that was damaged, or lost its blocks, while no
+//!    daemon ran costs a fetch, never a wrong byte.
+//! 5. When the kernel reports that it lost data (`fdatasync` fails), every bit set since the
 //!    last checkpoint is taken back.
 //!
 //! The file is never mapped: on a full disk a mapped write kills the process, a written one
@@ -41,7 +46,10 @@ pub struct BlobCache {
     data: fs_err::File,
     size: u64,
     identity: Identity,
+    /// Verified by this process.
     words: Vec<AtomicU64>,
+    /// Left by an earlier process and not verified since. No bit is in both.
+    suspects: Vec<AtomicU64>,
     extents: u64,
     /// The live presence file; `None` after it could not be written: bits are then kept in
     /// memory only.
@@ -125,7 +133,8 @@ impl BlobCache {
             data,
             size,
             identity,
-            words: bits.into_iter().map(AtomicU64::new).collect(),
+            words: empty_words(word_count),
+            suspects: bits.into_iter().map(AtomicU64::new).collect(),
             extents,
             live: Mutex::new(live),
             synced: Mutex::new(synced),
@@ -155,13 +164,56 @@ impl BlobCache {
     /// Whether extent `index` is here. Numbers beyond the last extent are not.
     #[must_use]
     pub fn has(&self, index: u64) -> bool {
-        let Ok(word) = usize::try_from(index / BITS as u64) else {
+        // Pairs with the release in `mark`: the extent's bytes are in the file.
+        bit_of(&self.words, index)
+    }
+
+    /// Whether extent `index` was left by an earlier process and waits for its check.
+    #[must_use]
+    pub fn suspect(&self, index: u64) -> bool {
+        bit_of(&self.suspects, index)
+    }
+
+    /// A suspect extent's bytes were read and have the right digest: it is present from now on.
+    pub fn promote(&self, index: u64) {
+        if let Some((word, bit)) = self.slot(index) {
+            if let Some(w) = self.words.get(word) {
+                w.fetch_or(bit, Ordering::AcqRel);
+            }
+            if let Some(w) = self.suspects.get(word) {
+                w.fetch_and(!bit, Ordering::AcqRel);
+            }
+        }
+    }
+
+    /// A suspect extent's bytes are wrong: it is not here. Returns whether it was a suspect
+    /// until now.
+    pub fn distrust(&self, index: u64) -> bool {
+        let Some((word, bit)) = self.slot(index) else {
             return false;
         };
-        self.words
+        let was = self
+            .suspects
             .get(word)
-            // Pairs with the release in `mark`: the extent's bytes are in the file.
-            .is_some_and(|w| w.load(Ordering::Acquire) & (1 << (index % BITS as u64)) != 0)
+            .is_some_and(|w| w.fetch_and(!bit, Ordering::AcqRel) & bit != 0);
+        if was {
+            self.dirty.store(true, Ordering::Release);
+            self.record(&[word]);
+        }
+        was
+    }
+
+    /// Word and bit of an extent; `None` beyond the last one.
+    fn slot(&self, index: u64) -> Option<(usize, u64)> {
+        let word = usize::try_from(index / BITS as u64).ok()?;
+        (index < self.extents).then_some((word, 1 << (index % BITS as u64)))
+    }
+
+    /// What the presence files are to say of a word.
+    fn recorded(&self, word: usize) -> u64 {
+        let of = |words: &[AtomicU64]| words.get(word).map_or(0, |w| w.load(Ordering::Acquire));
+        // Promotion sets before it clears, so this order misses nothing.
+        of(&self.suspects) | of(&self.words)
     }
 
     /// Stores bytes that were verified. Their extents are not present before [`BlobCache::mark`].
@@ -183,23 +235,22 @@ impl BlobCache {
         Ok(())
     }
 
-    /// Declares extents present whose bytes were all written before. Returns how many were not
-    /// present until now; `each` is called with those.
+    /// Declares extents present whose bytes were all written before. `each` is called with those
+    /// that were neither present nor suspect until now.
     pub fn mark(&self, indices: impl IntoIterator<Item = u64>, mut each: impl FnMut(u64)) {
         let mut changed: Vec<usize> = Vec::new();
         for index in indices {
-            if index >= self.extents {
-                continue;
-            }
-            let Ok(word) = usize::try_from(index / BITS as u64) else {
+            let Some((word, bit)) = self.slot(index) else {
                 continue;
             };
-            let Some(slot) = self.words.get(word) else {
+            let (Some(slot), Some(suspect)) = (self.words.get(word), self.suspects.get(word))
+            else {
                 continue;
             };
-            let bit = 1_u64 << (index % BITS as u64);
             if slot.fetch_or(bit, Ordering::AcqRel) & bit == 0 {
-                each(index);
+                if suspect.fetch_and(!bit, Ordering::AcqRel) & bit == 0 {
+                    each(index);
+                }
                 if changed.last() != Some(&word) {
                     changed.push(word);
                 }
@@ -209,16 +260,17 @@ impl BlobCache {
             return;
         }
         self.dirty.store(true, Ordering::Release);
+        self.record(&changed);
+    }
+
+    /// Writes words of bits to the live presence file.
+    fn record(&self, changed: &[usize]) {
         let mut live = self.live.lock();
         if let Some(file) = live.as_ref() {
             // Loaded under the lock, so that a word in the file never goes back in time.
-            let result = changed.iter().try_for_each(|word| {
-                let bits = self
-                    .words
-                    .get(*word)
-                    .map_or(0, |w| w.load(Ordering::Acquire));
-                file.set_word(*word, bits)
-            });
+            let result = changed
+                .iter()
+                .try_for_each(|word| file.set_word(*word, self.recorded(*word)));
             if let Err(e) = result {
                 tracing::warn!(dir = %self.dir.display(), error = %e,
                     "presence cannot be recorded; what is fetched now is fetched again after a restart");
@@ -246,11 +298,7 @@ impl BlobCache {
         if !self.dirty.swap(false, Ordering::AcqRel) {
             return Ok(());
         }
-        let bits: Vec<u64> = self
-            .words
-            .iter()
-            .map(|w| w.load(Ordering::Acquire))
-            .collect();
+        let bits: Vec<u64> = (0..self.words.len()).map(|w| self.recorded(w)).collect();
         let path = self.dir.join(DATA);
         if let Err(e) = rustix::fs::fdatasync(self.data.file()) {
             self.take_back(&synced);
@@ -268,8 +316,10 @@ impl BlobCache {
     /// The kernel lost written data: believe only what was synced before.
     fn take_back(&self, synced: &[u64]) {
         let mut live = self.live.lock();
-        for (word, keep) in self.words.iter().zip(synced) {
-            word.fetch_and(*keep, Ordering::AcqRel);
+        for words in [&self.words, &self.suspects] {
+            for (word, keep) in words.iter().zip(synced) {
+                word.fetch_and(*keep, Ordering::AcqRel);
+            }
         }
         let path = self.dir.join(PRESENT);
         *live = PresenceFile::create(&self.dir, &path, &self.identity, synced)
@@ -282,6 +332,17 @@ impl BlobCache {
         }
         tracing::error!(dir = %self.dir.display(), "the kernel lost cached data; it is fetched again");
     }
+}
+
+fn empty_words(count: usize) -> Vec<AtomicU64> {
+    (0..count).map(|_| AtomicU64::new(0)).collect()
+}
+
+fn bit_of(words: &[AtomicU64], index: u64) -> bool {
+    usize::try_from(index / BITS as u64)
+        .ok()
+        .and_then(|word| words.get(word))
+        .is_some_and(|w| w.load(Ordering::Acquire) & (1 << (index % BITS as u64)) != 0)
 }
 
 impl Drop for BlobCache {

@@ -129,7 +129,7 @@ impl Blob {
             .extents()
             .iter()
             .zip(0_u64..)
-            .filter(|(_, index)| blob.cache.has(*index))
+            .filter(|(_, index)| blob.cache.suspect(*index))
             .map(|(extent, _)| u64::from(extent.len))
             .sum();
         blob.counters.cached.store(cached, Ordering::Relaxed);
@@ -241,10 +241,11 @@ impl Blob {
         len: usize,
         buf: &mut ReplyBuf,
     ) -> Result<(), ReadError> {
+        let end = self.end(offset, len);
+        self.check_suspects(offset, end);
         if let Some(result) = self.try_read(offset, len, buf) {
             return result;
         }
-        let end = self.end(offset, len);
         self.counters.reads.fetch_add(1, Ordering::Relaxed);
         self.counters.misses.fetch_add(1, Ordering::Relaxed);
         let deadline = Instant::now() + self.fetcher.config.read_timeout;
@@ -261,6 +262,32 @@ impl Blob {
             }
         }
         result
+    }
+
+    /// Compares what an earlier process left of `offset..end` with its digests. Extents that
+    /// pass are present afterwards, the others are missing.
+    fn check_suspects(&self, offset: u64, end: u64) {
+        let mut bytes = Vec::new();
+        for index in self.extents(offset, end) {
+            let Some(extent) = self.map.extents().get(index) else {
+                continue;
+            };
+            let number = index as u64;
+            if self.cache.has(number) || !self.cache.suspect(number) {
+                continue;
+            }
+            bytes.resize(usize::try_from(extent.len).unwrap_or(0), 0);
+            let read = self.cache.read(extent.data_offset, &mut bytes);
+            if read.is_ok() && layerpack_store::Digest::of(&bytes) == extent.digest {
+                self.cache.promote(number);
+            } else if self.cache.distrust(number) {
+                self.counters
+                    .cached
+                    .fetch_sub(u64::from(extent.len), Ordering::Relaxed);
+                tracing::warn!(layer = %self.layer, extent = number, offset = extent.data_offset,
+                    "the node's copy was damaged since it was written; it is fetched again");
+            }
+        }
     }
 
     fn report(&self, offset: u64, end: u64, error: &ReadError) {

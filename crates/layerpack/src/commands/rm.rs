@@ -26,7 +26,10 @@ pub(super) fn run(context: &Context, args: &RmArgs) -> Outcome {
         .collect::<anyhow::Result<Vec<_>>>()?;
     let store = context.store()?;
     for reference in &references {
-        store.resolve(reference)?;
+        // A reference that is there but damaged can be taken out too: that mends it.
+        if !store.has_reference(reference)? {
+            store.resolve(reference)?;
+        }
     }
     let mut done = Removed {
         removed: Vec::new(),

@@ -27,6 +27,8 @@ struct Verified {
     /// Bytes of file contents that were checked.
     raw_bytes: u64,
     damage: Vec<Damaged>,
+    /// What is wrong around the layer, without harm to it.
+    warnings: Vec<String>,
 }
 
 /// A damaged object.
@@ -64,6 +66,11 @@ pub(super) fn run(context: &Context, args: &VerifyArgs) -> Outcome {
         }
         Ok(())
     })?;
+    for layer in &verified {
+        for warning in &layer.warnings {
+            note(&printable(&format!("{}: warning: {warning}", layer.reference)));
+        }
+    }
     let mut bad = Vec::new();
     for layer in verified.iter().filter(|layer| !layer.damage.is_empty()) {
         for damage in &layer.damage {
@@ -98,6 +105,7 @@ impl From<VerifyReport> for Verified {
             stored_bytes: report.stored_bytes,
             raw_bytes: report.raw_bytes,
             damage: report.damaged.into_iter().map(Damaged::from).collect(),
+            warnings: report.warnings,
         }
     }
 }
