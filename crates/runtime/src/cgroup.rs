@@ -250,6 +250,16 @@ impl Hierarchies {
         group
     }
 
+    /// Names every group that sandbox `id` can have, whatever its limits are.
+    pub(crate) fn all_groups(&self, id: &SandboxId) -> Group {
+        let every = Limits {
+            memory_bytes: Some(0),
+            cpus: Some(0.0),
+            pids: Some(0),
+        };
+        self.group(id, &every)
+    }
+
     /// Makes the groups of sandbox `id` and sets its limits.
     ///
     /// # Errors
@@ -526,21 +536,31 @@ impl Group {
     /// Kills every process in it; nothing happens if it is gone. Halted v1
     /// groups are let go, as their processes could not die.
     pub(crate) fn kill(&self) {
-        let Some(dir) = self.directories().next() else {
+        // All processes are in each group that there is.
+        let Some(dir) = self.directories().find(|dir| dir.exists()) else {
             return;
         };
         // Absent in v1 and before 5.14.
         if write(&dir.join("cgroup.kill"), "1").is_err() {
-            for pid in read(&dir.join("cgroup.procs")).unwrap_or_default().lines() {
-                let pid = pid.parse().ok().and_then(rustix::process::Pid::from_raw);
-                if let Some(pid) = pid {
-                    let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
-                }
+            for pid in self.processes(dir) {
+                let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
             }
         }
         if self.v2.is_none() {
             let _ = self.thaw();
         }
+    }
+
+    fn processes(&self, dir: &Path) -> Vec<rustix::process::Pid> {
+        let text = read(&dir.join("cgroup.procs")).unwrap_or_default();
+        text.lines()
+            .filter_map(|pid| pid.parse().ok().and_then(rustix::process::Pid::from_raw))
+            .collect()
+    }
+
+    /// Whether any process is in it.
+    pub(crate) fn is_populated(&self) -> bool {
+        self.directories().any(|dir| !self.processes(dir).is_empty())
     }
 
     /// Removes the groups, waiting for dying processes to be gone.

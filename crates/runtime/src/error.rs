@@ -106,11 +106,21 @@ pub enum RuntimeError {
         problem: String,
     },
     /// The record of a sandbox on disk is damaged.
-    #[error("record {path} is damaged: {problem}; delete its directory to be rid of the sandbox", path = path.display())]
+    #[error("record {path} is damaged: {problem}; remove the sandbox with `layerpack sandbox rm -f {id}`", path = path.display())]
     Record {
+        /// The sandbox.
+        id: SandboxId,
         /// The file.
         path: PathBuf,
         /// What is wrong with it.
+        problem: String,
+    },
+    /// The command ran, but what it wrote could not be passed on to the caller.
+    #[error("the command's {stream} was lost: writing it failed: {problem}")]
+    Output {
+        /// Standard output or standard error.
+        stream: &'static str,
+        /// Why it could not be written.
         problem: String,
     },
     /// A system call failed.

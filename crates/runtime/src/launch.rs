@@ -214,7 +214,7 @@ fn start_init(
 fn new_namespaces(e: SysError) -> RuntimeError {
     use rustix::io::Errno;
     let remedy = match e.errno {
-        Errno::PERM => "run it as root",
+        Errno::PERM => "run it as root, and not in a chroot",
         Errno::NOSPC | Errno::USERS => "raise the sysctls below user.max_*_namespaces",
         Errno::AGAIN | Errno::NOMEM => "the machine is out of processes or memory",
         Errno::INVAL => "this kernel lacks a namespace type",

@@ -24,6 +24,7 @@ mod delete;
 pub mod error;
 mod init;
 mod launch;
+mod leftovers;
 mod mounts;
 mod protocol;
 mod record;

@@ -125,25 +125,27 @@ fn host_sys() -> Result<OwnedFd> {
     Ok(fd)
 }
 
+/// The first kernel whose overlayfs takes layers on detached mounts.
+const DETACHED_LAYERS: (u32, u32) = (6, 15);
+
 fn root(spec: &SandboxSpec, dirs: &Directories, userns: BorrowedFd<'_>) -> Result<OwnedFd> {
-    let lowers = spec
+    let top = spec
         .lowers
-        .iter()
-        .map(|path| lower(path, userns))
-        .collect::<Result<Vec<OwnedFd>>>()?;
-    let Some(top) = lowers.first() else {
-        return Err(RuntimeError::InvalidSpec {
+        .first()
+        .ok_or_else(|| RuntimeError::InvalidSpec {
             what: "layers",
             problem: "a sandbox needs at least one".to_owned(),
-        });
-    };
-    like_top(top, &dirs.upper)?;
-    let overlay = match overlay(spec, dirs, lowers.into_iter().map(Layer::Fd).collect()) {
-        // Before 6.15 overlayfs refuses layers on detached mounts.
-        Err(e) if e.errno == Errno::INVAL => {
-            overlay_of_attached(spec, dirs, userns).map_err(|_| e)?
-        }
-        other => other?,
+        })?;
+    like_top(&lower(top, userns)?, &dirs.upper)?;
+    let overlay = if layerpack_sys::probe::kernel_version() >= DETACHED_LAYERS {
+        let lowers: Result<Vec<Layer>> = spec
+            .lowers
+            .iter()
+            .map(|path| lower(path, userns).map(Layer::Fd))
+            .collect();
+        overlay(spec, dirs, lowers?)?
+    } else {
+        overlay_of_attached(spec, dirs, userns)?
     };
     mount_points(&overlay, spec.id_map)?;
     if spec.read_only {

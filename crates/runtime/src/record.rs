@@ -50,6 +50,9 @@ pub(crate) struct Record {
     pub(crate) spec: SandboxSpec,
     created_ms: u64,
     pub(crate) one_shot: bool,
+    /// A one-shot sandbox whose files stay when it has ended, or its launcher has died.
+    #[serde(default)]
+    pub(crate) keep: bool,
     /// Absent while it is being made.
     pub(crate) init: Option<InitProcess>,
 }
@@ -67,7 +70,7 @@ impl Drop for Lock {
 }
 
 impl Record {
-    pub(crate) fn new(spec: SandboxSpec, one_shot: bool) -> Self {
+    pub(crate) fn new(spec: SandboxSpec, one_shot: bool, keep: bool) -> Self {
         let now = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .unwrap_or_default();
@@ -76,8 +79,14 @@ impl Record {
             spec,
             created_ms: u64::try_from(now.as_millis()).unwrap_or(u64::MAX),
             one_shot,
+            keep,
             init: None,
         }
+    }
+
+    /// It goes away with its launcher, however that ends.
+    pub(crate) fn goes_with_launcher(&self) -> bool {
+        self.one_shot && !self.keep
     }
 
     pub(crate) fn created(&self) -> SystemTime {
@@ -285,6 +294,7 @@ impl Layout {
         let dir = self.dir(&record.spec.id);
         let (path, new) = (dir.join("record.json"), dir.join("record.json.new"));
         let bytes = serde_json::to_vec(record).map_err(|e| RuntimeError::Record {
+            id: record.spec.id.clone(),
             path: path.clone(),
             problem: e.to_string(),
         })?;
@@ -303,6 +313,7 @@ impl Layout {
             Err(e) => return Err(e.into()),
         };
         let damaged = |problem: String| RuntimeError::Record {
+            id: id.clone(),
             path: path.clone(),
             problem,
         };
@@ -325,8 +336,20 @@ impl Layout {
         self.delete_dir(&spec.id)
     }
 
+    /// Gives every name of a sandbox free whose record does not tell it, and
+    /// deletes the directory.
+    pub(crate) fn delete_unknown(&self, id: &SandboxId) -> Result<()> {
+        for entry in fs_err::read_dir(self.root.join("names"))? {
+            let link = entry?.path();
+            if fs_err::read_link(&link).is_ok_and(|owner| owner.as_os_str() == id.as_str()) {
+                let _ = rustix::fs::unlink(&link);
+            }
+        }
+        self.delete_dir(id)
+    }
+
     /// Deletes the directory of a sandbox.
-    pub(crate) fn delete_dir(&self, id: &SandboxId) -> Result<()> {
+    fn delete_dir(&self, id: &SandboxId) -> Result<()> {
         let away = self.root.join(format!("{DELETING}{id}"));
         match rustix::fs::rename(self.dir(id), &away) {
             Ok(()) | Err(Errno::NOENT) => {}

@@ -15,7 +15,7 @@ use crate::launch;
 use crate::protocol::Plan;
 use crate::record::{InitProcess, Layout, Lock, Record};
 use crate::seccomp;
-use crate::session::{Outcome, Session};
+use crate::session::{Outcome, Served, Session};
 use crate::spec::{ExecSpec, Exit, SandboxId, SandboxSpec, Streams, Terminal};
 use crate::user::open_inside;
 
@@ -45,8 +45,8 @@ pub struct SandboxesOptions {
 #[derive(Debug)]
 pub struct Sandboxes {
     options: SandboxesOptions,
-    layout: Layout,
-    hierarchies: Hierarchies,
+    pub(crate) layout: Layout,
+    pub(crate) hierarchies: Hierarchies,
 }
 
 /// Whether a sandbox runs.
@@ -172,9 +172,20 @@ impl Sandboxes {
         })
     }
 
-    fn make<'a>(&'a self, spec: &'a SandboxSpec, one_shot: bool) -> Result<(Making<'a>, Record)> {
+    fn make<'a>(
+        &'a self,
+        spec: &'a SandboxSpec,
+        one_shot: bool,
+        keep: bool,
+    ) -> Result<(Making<'a>, Record)> {
         spec.check()?;
-        let lock = self.layout.make(spec)?;
+        let lock = match self.layout.make(spec) {
+            // Looked at only now: a name that is free costs nothing.
+            Err(RuntimeError::NameTaken { owner, .. }) if self.reclaim_owner(&owner) => {
+                self.layout.make(spec)?
+            }
+            other => other?,
+        };
         let mut making = Making {
             sandboxes: self,
             spec,
@@ -182,7 +193,7 @@ impl Sandboxes {
             lock: Some(lock),
             finished: false,
         };
-        let record = Record::new(spec.clone(), one_shot);
+        let record = Record::new(spec.clone(), one_shot, keep);
         self.layout.write(&record)?;
         making.group = Some(self.hierarchies.create(&spec.id, &spec.limits)?);
         Ok((making, record))
@@ -194,7 +205,7 @@ impl Sandboxes {
     /// # Errors
     /// Any; nothing is left then.
     pub fn create(&self, spec: &SandboxSpec) -> Result<Sandbox> {
-        let (mut making, mut record) = self.make(spec, false)?;
+        let (mut making, mut record) = self.make(spec, false, false)?;
         let dirs = self.layout.directories(&spec.id);
         let group = making.group.as_ref().ok_or_else(|| no_group(&spec.id))?;
         let (init, _) = launch::launch(spec, &dirs, group, self.options.init.as_deref(), None)?;
@@ -211,7 +222,9 @@ impl Sandboxes {
     /// The sandbox dies with the calling **thread**, whatever ends that.
     ///
     /// # Errors
-    /// Any; nothing is left then.
+    /// Any; nothing is left then. [`RuntimeError::Output`] if the command ran
+    /// to its end but what it wrote could not be passed on; with `keep`, the
+    /// sandbox stays then too.
     pub fn run(
         &self,
         spec: &SandboxSpec,
@@ -219,7 +232,7 @@ impl Sandboxes {
         streams: Streams,
         keep: bool,
     ) -> Result<Exit> {
-        let (mut making, mut record) = self.make(spec, true)?;
+        let (mut making, mut record) = self.make(spec, true, keep)?;
         let dirs = self.layout.directories(&spec.id);
         let group = making.group.as_ref().ok_or_else(|| no_group(&spec.id))?;
         let program = self.options.init.as_deref();
@@ -228,9 +241,10 @@ impl Sandboxes {
         let session = session.ok_or_else(|| no_group(&spec.id))?;
         record.init = Some(InitProcess::of(init.launched().pid)?);
         self.layout.write(&record)?;
-        let outcome = session.serve(init.launched().pidfd.as_fd(), &|signal| {
-            let _ = init.launched().kill(signal);
-        })?;
+        let Served { outcome, lost } =
+            session.serve(init.launched().pidfd.as_fd(), &|signal| {
+                let _ = init.launched().kill(signal);
+            })?;
         if outcome == Outcome::TimedOut {
             group.kill();
             let _ = init.launched().kill(Signal::KILL);
@@ -253,14 +267,15 @@ impl Sandboxes {
         } else {
             making.clean()?;
         }
-        Ok(exit)
+        lost.map_or(Ok(exit), Err)
     }
 
     /// Runs a command in a lasting sandbox, which the command may leave
     /// background processes in. The command itself dies with the calling **thread**.
     ///
     /// # Errors
-    /// [`RuntimeError::Dead`], [`RuntimeError::Command`] and others.
+    /// [`RuntimeError::Dead`], [`RuntimeError::Command`], [`RuntimeError::Output`]
+    /// and others.
     pub fn exec(&self, sandbox: &str, command: &ExecSpec, streams: Streams) -> Result<Exit> {
         let id = self.layout.find(sandbox)?;
         let record = self.record(&id)?;
@@ -298,16 +313,19 @@ impl Sandboxes {
             )?
         };
         drop(ends);
-        let outcome = session.serve(launched.pidfd.as_fd(), &|signal| {
+        let served = session.serve(launched.pidfd.as_fd(), &|signal| {
             let _ = launched.kill(signal);
         });
-        if !matches!(outcome, Ok(Outcome::Ended)) {
+        if !served
+            .as_ref()
+            .is_ok_and(|served| served.outcome == Outcome::Ended)
+        {
             // It leads its session and group.
             let _ = rustix::process::kill_process_group(launched.pid, Signal::KILL);
             let _ = launched.kill(Signal::KILL);
         }
-        let (ended, outcome) = (launched.wait()?, outcome?);
-        Ok(Exit {
+        let (ended, Served { outcome, lost }) = (launched.wait()?, served?);
+        let exit = Exit {
             code: if outcome == Outcome::TimedOut {
                 TIMED_OUT
             } else {
@@ -315,7 +333,8 @@ impl Sandboxes {
             },
             oom_killed: group.oom_kills() > before,
             timed_out: outcome == Outcome::TimedOut,
-        })
+        };
+        lost.map_or(Ok(exit), Err)
     }
 
     /// A session on a new terminal of the sandbox's own devpts.
@@ -394,7 +413,8 @@ impl Sandboxes {
     }
 
     /// All sandboxes, by id. Those with a damaged record are left out, with a
-    /// warning in the log.
+    /// warning in the log. One-shot sandboxes that a dead launcher should have
+    /// removed are removed first.
     ///
     /// # Errors
     /// If the directory cannot be read.
@@ -402,7 +422,11 @@ impl Sandboxes {
         let mut found = Vec::new();
         for id in self.layout.ids()? {
             match self.layout.read(&id) {
-                Ok(Some(record)) => found.push(self.describe(record)),
+                Ok(Some(record)) => {
+                    if !self.reclaim(&record) {
+                        found.push(self.describe(record));
+                    }
+                }
                 Ok(None) => {}
                 Err(e) => tracing::warn!(sandbox = %id, "{e}"),
             }
@@ -410,10 +434,18 @@ impl Sandboxes {
         Ok(found)
     }
 
-    /// The sandbox with this name or id.
+    /// The id that a name or an id means, also if the record is damaged.
     ///
     /// # Errors
     /// [`RuntimeError::NotFound`].
+    pub fn find(&self, name_or_id: &str) -> Result<SandboxId> {
+        self.layout.find(name_or_id)
+    }
+
+    /// The sandbox with this name or id.
+    ///
+    /// # Errors
+    /// [`RuntimeError::NotFound`]; [`RuntimeError::Record`] if its record is damaged.
     pub fn get(&self, name_or_id: &str) -> Result<Sandbox> {
         let id = self.layout.find(name_or_id)?;
         Ok(self.describe(self.record(&id)?))
@@ -422,12 +454,21 @@ impl Sandboxes {
     /// Ends a sandbox and deletes its files; what it was is returned, so that
     /// the caller can release its lease.
     ///
+    /// With `force` also one with a damaged record: what is returned then says
+    /// no more than its id, which is also given as its lease.
+    ///
     /// # Errors
     /// [`RuntimeError::Running`] without `force` if it runs;
     /// [`RuntimeError::Busy`] while somebody makes, runs or freezes it.
     pub fn remove(&self, name_or_id: &str, force: bool) -> Result<Sandbox> {
         let id = self.layout.find(name_or_id)?;
-        let record = self.record(&id)?;
+        let record = match self.record(&id) {
+            Err(error @ RuntimeError::Record { .. }) if force => {
+                tracing::warn!(sandbox = %id, "{error}");
+                return self.remove_damaged(&id);
+            }
+            other => other?,
+        };
         let group = self.hierarchies.group(&id, &record.spec.limits);
         let sandbox = self.describe(record.clone());
         if sandbox.pid.is_some() && !force {
@@ -450,7 +491,12 @@ impl Sandboxes {
     }
 
     /// Kills what runs, then removes control groups, name and files.
-    fn destroy(&self, id: &SandboxId, record: Option<&Record>, group: &Group) -> Result<()> {
+    pub(crate) fn destroy(
+        &self,
+        id: &SandboxId,
+        record: Option<&Record>,
+        group: &Group,
+    ) -> Result<()> {
         let init = record.and_then(|record| record.init.as_ref());
         if let Some(pid) = init.and_then(InitProcess::alive)
             && let Ok(pidfd) = layerpack_sys::ns::pidfd_open(pid)
@@ -465,7 +511,7 @@ impl Sandboxes {
         group.remove()?;
         match record {
             Some(record) => self.layout.delete(&record.spec),
-            None => self.layout.delete_dir(id),
+            None => self.layout.delete_unknown(id),
         }
     }
 
@@ -514,8 +560,8 @@ impl Sandboxes {
     }
 
     /// Removes what dead launchers left behind: one-shot sandboxes, half-made
-    /// ones, interrupted deletions. Lasting sandboxes whose processes are gone
-    /// lose their control groups, and keep their files.
+    /// ones, interrupted deletions. Sandboxes whose processes are gone and whose
+    /// files are to stay (lasting, or run with `keep`) lose their control groups only.
     ///
     /// # Errors
     /// If the directory cannot be read.
@@ -557,6 +603,10 @@ impl Sandboxes {
                     group.remove()?;
                     report.dead.push(id.clone());
                 }
+            }
+            Some(kept @ Record { keep: true, .. }) if kept.init.is_some() => {
+                self.settle(kept, &group)?;
+                report.dead.push(id.clone());
             }
             half_made => {
                 self.destroy(id, half_made.as_ref(), &group)?;

@@ -24,6 +24,9 @@ const CHUNK: usize = 64 << 10;
 /// Bytes that a pipe or terminal takes without blocking once it is writable.
 const SMALL: usize = 4096;
 
+/// Most reads and writes per stream once the time is over: what a full pipe holds.
+const DRAIN_STEPS: usize = 256;
+
 /// Signals that are passed on.
 const FORWARDED: [(i32, Signal); 6] = [
     (libc::SIGHUP, Signal::HUP),
@@ -44,6 +47,14 @@ pub(crate) enum Outcome {
     Ended,
     /// Its time is over.
     TimedOut,
+}
+
+/// What came of a session.
+#[derive(Debug)]
+pub(crate) struct Served {
+    pub(crate) outcome: Outcome,
+    /// What could not be passed on to the caller, who still wants it.
+    pub(crate) lost: Option<RuntimeError>,
 }
 
 /// The ends that the command gets.
@@ -73,6 +84,10 @@ struct Flow {
     farewell: Option<u8>,
     /// Towards the command: nothing is read from the caller once that has ended.
     input: bool,
+    /// What the stream is called.
+    name: &'static str,
+    /// Why it could not be passed on, unless its reader had enough (`EPIPE`).
+    failed: Option<Errno>,
 }
 
 /// The caller's side of a command's streams.
@@ -94,7 +109,7 @@ fn error(what: &'static str) -> impl FnOnce(Errno) -> RuntimeError {
 }
 
 impl Flow {
-    fn new(from: OwnedFd, to: OwnedFd) -> Self {
+    fn new(name: &'static str, from: OwnedFd, to: OwnedFd) -> Self {
         let large = rustix::fs::fstat(&to).is_ok_and(|stat| {
             use rustix::fs::FileType;
             FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
@@ -107,13 +122,15 @@ impl Flow {
             done: 0,
             farewell: None,
             input: false,
+            name,
+            failed: None,
         }
     }
 
     fn input(from: OwnedFd, to: OwnedFd) -> Self {
         Self {
             input: true,
-            ..Self::new(from, to)
+            ..Self::new("standard input", from, to)
         }
     }
 
@@ -123,6 +140,11 @@ impl Flow {
 
     fn finished(&self) -> bool {
         self.to.is_none() || (self.from.is_none() && !self.pending())
+    }
+
+    /// Output whose receiver has gone or failed.
+    fn is_cut(&self) -> bool {
+        !self.input && self.to.is_none()
     }
 
     /// The descriptor to wait for, and for what.
@@ -191,12 +213,24 @@ impl Flow {
                 true
             }
             Err(Errno::AGAIN | Errno::INTR) => false,
-            Err(_) => {
+            Err(e) => {
+                if e != Errno::PIPE {
+                    self.failed = Some(e);
+                }
                 self.to = None;
                 self.buffer.clear();
                 true
             }
         }
+    }
+
+    /// The error of output that was not passed on.
+    fn lost(&self) -> Option<RuntimeError> {
+        let errno = self.failed.filter(|_| !self.input)?;
+        Some(RuntimeError::Output {
+            stream: self.name,
+            problem: std::io::Error::from(errno).to_string(),
+        })
     }
 
     /// After the command has ended: passes on what is there already.
@@ -210,6 +244,25 @@ impl Flow {
         self.flush();
         while !self.finished() && self.read() {
             self.flush();
+        }
+    }
+
+    /// After the time is over: passes on what is there and can be taken at once.
+    fn drain_ready(&mut self) {
+        // Bounded: the command may still be writing.
+        for _ in 0..DRAIN_STEPS {
+            let Some((fd, flags)) = self.interest() else {
+                break;
+            };
+            let mut fds = [PollFd::from_borrowed_fd(fd, flags)];
+            let now = Timespec {
+                tv_sec: 0,
+                tv_nsec: 0,
+            };
+            if !matches!(poll(&mut fds, Some(&now)), Ok(1)) {
+                break;
+            }
+            self.advance();
         }
     }
 
@@ -266,17 +319,18 @@ impl Session {
                 read
             }
         };
-        let mut output = |to: Option<OwnedFd>| -> Result<OwnedFd> {
+        let mut output = |name: &'static str, to: Option<OwnedFd>| -> Result<OwnedFd> {
             match to {
                 None => null(OFlags::WRONLY),
                 Some(to) => {
                     let (read, write) = pipe(owner)?;
-                    flows.push(Flow::new(read, to));
+                    flows.push(Flow::new(name, read, to));
                     Ok(write)
                 }
             }
         };
-        let (stdout, stderr) = (output(streams.stdout)?, output(streams.stderr)?);
+        let stdout = output("standard output", streams.stdout)?;
+        let stderr = output("standard error", streams.stderr)?;
         let session = Self {
             flows,
             master: None,
@@ -322,11 +376,11 @@ impl Session {
             flow.farewell = Some(EOT);
             flows.push(flow);
         }
-        if let Some(to) = streams.stdout {
-            flows.push(Flow::new(copy(&master)?, to));
-        } else {
-            flows.push(Flow::new(copy(&master)?, null(OFlags::WRONLY)?));
-        }
+        let to = match streams.stdout {
+            Some(to) => to,
+            None => null(OFlags::WRONLY)?,
+        };
+        flows.push(Flow::new("terminal output", copy(&master)?, to));
         let session = Self {
             flows,
             master: Some(master),
@@ -344,11 +398,14 @@ impl Session {
 
     /// Runs until the process behind `pidfd` has ended or its time is over.
     /// `signal` sends it a signal.
+    ///
+    /// Output that cannot be written is closed, so that the command notices
+    /// (a terminal hangs up); the session goes on to the command's end.
     pub(crate) fn serve(
         mut self,
         pidfd: BorrowedFd<'_>,
         signal: &dyn Fn(Signal),
-    ) -> Result<Outcome> {
+    ) -> Result<Served> {
         let _raw = self.own_terminal.as_ref().map(RawMode::enter);
         let signals = if self.forward {
             let mut numbers: Vec<i32> = FORWARDED.iter().map(|(number, _)| *number).collect();
@@ -360,7 +417,10 @@ impl Session {
         loop {
             let now = Instant::now();
             if self.deadline.is_some_and(|deadline| now >= deadline) {
-                return Ok(Outcome::TimedOut);
+                for flow in self.flows.iter_mut().filter(|flow| !flow.input) {
+                    flow.drain_ready();
+                }
+                return Ok(self.served(Outcome::TimedOut));
             }
             let timeout = self.deadline.map(|deadline| timespec(deadline - now));
             let mut fds = vec![PollFd::from_borrowed_fd(pidfd, PollFlags::IN)];
@@ -388,6 +448,9 @@ impl Session {
                     flow.advance();
                 }
             }
+            if self.master.is_some() && self.flows.iter().any(|flow| flow.is_cut()) {
+                self.hang_up();
+            }
             if let Some(signals) = &signals {
                 while let Some(received) = signals.read()? {
                     self.pass_on(received.signal, signal);
@@ -397,8 +460,24 @@ impl Session {
                 for flow in self.flows.iter_mut().filter(|flow| !flow.input) {
                     flow.drain();
                 }
-                return Ok(Outcome::Ended);
+                return Ok(self.served(Outcome::Ended));
             }
+        }
+    }
+
+    fn served(&self, outcome: Outcome) -> Served {
+        Served {
+            outcome,
+            lost: self.flows.iter().find_map(Flow::lost),
+        }
+    }
+
+    /// Closes the terminal's side of the caller: nobody would read what the
+    /// command writes to it, and the command would wait for that for ever.
+    fn hang_up(&mut self) {
+        self.master = None;
+        for flow in &mut self.flows {
+            (flow.from, flow.to) = (None, None);
         }
     }
 

@@ -126,7 +126,7 @@ fn privileged_a_background_child_does_not_hold_exec_and_lives_on() {
     assert_eq!(fixture.exec(id, "ps | grep -c '[s]leep 4321'").ok(), "1");
     // A timeout kills the command.
     let command = ExecSpec {
-        timeout: Some(Duration::from_millis(200)),
+        timeout: Some(Duration::from_secs(3)),
         ..sh("echo a; sleep 5678")
     };
     let output = fixture.try_exec(id, &command).unwrap();

@@ -323,7 +323,7 @@ fn privileged_background_processes_end_with_the_sandbox() {
 fn privileged_timeouts_kill_and_keep_what_was_printed() {
     let fixture = fixture!("timeout");
     let command = ExecSpec {
-        timeout: Some(Duration::from_millis(300)),
+        timeout: Some(Duration::from_secs(3)),
         ..sh("echo early; sleep 1000")
     };
     let output = fixture.run_spec(&fixture.spec(), &command);
