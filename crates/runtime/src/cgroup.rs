@@ -560,7 +560,8 @@ impl Group {
 
     /// Whether any process is in it.
     pub(crate) fn is_populated(&self) -> bool {
-        self.directories().any(|dir| !self.processes(dir).is_empty())
+        self.directories()
+            .any(|dir| !self.processes(dir).is_empty())
     }
 
     /// Removes the groups, waiting for dying processes to be gone.

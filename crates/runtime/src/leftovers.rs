@@ -8,6 +8,8 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
+use rustix::fs::FlockOperation;
+
 use crate::cgroup::Group;
 use crate::error::{Result, RuntimeError};
 use crate::record::Record;
@@ -70,11 +72,24 @@ impl Sandboxes {
         self.layout.write(&record)
     }
 
+    /// Whether `error`, of reading a record, means that it is damaged or lost,
+    /// and not just that somebody is making the sandbox.
+    pub(crate) fn is_damaged(&self, id: &SandboxId, error: &RuntimeError) -> Result<bool> {
+        if !matches!(error, RuntimeError::Busy { .. }) {
+            return Ok(true);
+        }
+        let _alone = self.layout.lock_all(FlockOperation::LockExclusive)?;
+        Ok(self.layout.lock(id)?.is_some() && self.layout.read(id)?.is_none())
+    }
+
     /// Ends a sandbox of which no more is known than its id, and deletes its files.
     pub(crate) fn remove_damaged(&self, id: &SandboxId) -> Result<Sandbox> {
         let group = self.hierarchies.all_groups(id);
         let busy = |by| RuntimeError::Busy { id: id.clone(), by };
         let deadline = Instant::now() + END_WAIT;
+        let Some(_freeze) = self.layout.freeze_lock(id)? else {
+            return Err(busy("it is frozen for a snapshot"));
+        };
         // A launcher that still holds it cleans up behind its command, maybe
         // before its lock can be taken here.
         let lock = loop {
@@ -90,9 +105,6 @@ impl Sandboxes {
             }
         };
         if lock.is_some() {
-            let Some(_freeze) = self.layout.freeze_lock(id)? else {
-                return Err(busy("it is frozen for a snapshot"));
-            };
             // Again and again: what forks can escape a list of processes.
             while group.is_populated() {
                 if Instant::now() >= deadline {

@@ -241,10 +241,9 @@ impl Sandboxes {
         let session = session.ok_or_else(|| no_group(&spec.id))?;
         record.init = Some(InitProcess::of(init.launched().pid)?);
         self.layout.write(&record)?;
-        let Served { outcome, lost } =
-            session.serve(init.launched().pidfd.as_fd(), &|signal| {
-                let _ = init.launched().kill(signal);
-            })?;
+        let Served { outcome, lost } = session.serve(init.launched().pidfd.as_fd(), &|signal| {
+            let _ = init.launched().kill(signal);
+        })?;
         if outcome == Outcome::TimedOut {
             group.kill();
             let _ = init.launched().kill(Signal::KILL);
@@ -454,7 +453,7 @@ impl Sandboxes {
     /// Ends a sandbox and deletes its files; what it was is returned, so that
     /// the caller can release its lease.
     ///
-    /// With `force` also one with a damaged record: what is returned then says
+    /// With `force` also one whose record is damaged or lost: what is returned then says
     /// no more than its id, which is also given as its lease.
     ///
     /// # Errors
@@ -463,7 +462,7 @@ impl Sandboxes {
     pub fn remove(&self, name_or_id: &str, force: bool) -> Result<Sandbox> {
         let id = self.layout.find(name_or_id)?;
         let record = match self.record(&id) {
-            Err(error @ RuntimeError::Record { .. }) if force => {
+            Err(error) if force && self.is_damaged(&id, &error)? => {
                 tracing::warn!(sandbox = %id, "{error}");
                 return self.remove_damaged(&id);
             }

@@ -406,7 +406,8 @@ impl Session {
         pidfd: BorrowedFd<'_>,
         signal: &dyn Fn(Signal),
     ) -> Result<Served> {
-        let _raw = self.own_terminal.as_ref().map(RawMode::enter);
+        let own_terminal = self.own_terminal.take();
+        let _raw = own_terminal.as_ref().map(RawMode::enter);
         let signals = if self.forward {
             let mut numbers: Vec<i32> = FORWARDED.iter().map(|(number, _)| *number).collect();
             numbers.push(libc::SIGWINCH);
@@ -453,7 +454,7 @@ impl Session {
             }
             if let Some(signals) = &signals {
                 while let Some(received) = signals.read()? {
-                    self.pass_on(received.signal, signal);
+                    self.pass_on(received.signal, own_terminal.as_ref(), signal);
                 }
             }
             if is_ready(0) {
@@ -481,9 +482,9 @@ impl Session {
         }
     }
 
-    fn pass_on(&self, number: i32, signal: &dyn Fn(Signal)) {
+    fn pass_on(&self, number: i32, own: Option<&OwnedFd>, signal: &dyn Fn(Signal)) {
         if number == libc::SIGWINCH {
-            if let (Some(master), Some(own)) = (&self.master, &self.own_terminal)
+            if let (Some(master), Some(own)) = (&self.master, own)
                 && let Ok(size) = rustix::termios::tcgetwinsize(own)
             {
                 let _ = rustix::termios::tcsetwinsize(master, size);

@@ -1,7 +1,8 @@
 //! A program that uses the crate, for its tests: PID 1 under that name, else a
 //! launcher of its own that tests can kill.
 //!
-//! `run|create|exec|freeze ROOT CGROUP LOWER TARGET SCRIPT`
+//! `run|keep|create|exec|freeze ROOT CGROUP LOWER TARGET SCRIPT`; TARGET is an
+//! id, for a new sandbox also `ID=NAME`.
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
 use std::collections::BTreeMap;
@@ -42,9 +43,13 @@ fn launcher(args: Vec<String>) -> Result<u8, RuntimeError> {
         ..ExecSpec::default()
     };
     let spec = || -> Result<SandboxSpec, RuntimeError> {
+        let (id, name) = match target.split_once('=') {
+            Some((id, name)) => (id, Some(name.parse()?)),
+            None => (target.as_str(), None),
+        };
         Ok(SandboxSpec {
-            id: target.parse()?,
-            name: None,
+            id: id.parse()?,
+            name,
             stack: Vec::new(),
             lowers: vec![PathBuf::from(&lower)],
             hostname: None,
@@ -62,8 +67,8 @@ fn launcher(args: Vec<String>) -> Result<u8, RuntimeError> {
         })
     };
     match what.as_str() {
-        "run" => Ok(sandboxes
-            .run(&spec()?, &command, Streams::inherit(true)?, false)?
+        "run" | "keep" => Ok(sandboxes
+            .run(&spec()?, &command, Streams::inherit(true)?, what == "keep")?
             .code),
         "create" => sandboxes.create(&spec()?).map(|_| 0),
         "exec" => Ok(sandboxes
