@@ -1,7 +1,7 @@
 //! Builds a layer from a source and publishes it.
 
 use layerpack_erofs::NodeId;
-use layerpack_store::{Kind, LayerStore, WriterOptions};
+use layerpack_store::{Kind, LayerStore, LayerWriter, WriterOptions};
 
 use crate::dir::DirSource;
 use crate::dir_view::Plain;
@@ -30,9 +30,46 @@ pub fn build(
     let kind = options.reference.kind;
     let mut layer = Layer::new(kind == Kind::Base);
     let start = start_directory(&mut layer, options)?;
+    let read = read(store, options, &filter, start, &mut layer, progress);
+    let mut warnings = std::mem::take(&mut layer.warnings);
+    let made = read.and_then(|writer| {
+        progress.phase("publish");
+        layer.settle()?;
+        warnings.absorb(std::mem::take(&mut layer.warnings));
+        if let Some(epoch) = options.source_date_epoch {
+            layer.clamp_times(epoch);
+        }
+        let mut finished = layout::finish(layer, options.reference.clone())?;
+        let draft = &mut finished.draft;
+        draft.platform.clone_from(&options.platform);
+        draft.parents.clone_from(&options.parents);
+        draft.labels.clone_from(&options.labels);
+        draft.annotations.clone_from(&options.annotations);
+        let published = writer.finish(finished.draft)?;
+        Ok((published, finished.counts, finished.meta_bytes))
+    });
+    let ((published, counts, meta_bytes), warnings) = warnings.close(made, progress)?;
+    Ok(BuildReport {
+        published,
+        counts,
+        meta_bytes,
+        warnings,
+        cpu_seconds: clock.seconds(),
+    })
+}
+
+/// Reads the source into `layer`; its contents go through the writer that comes back.
+fn read(
+    store: &LayerStore,
+    options: &BuildOptions,
+    filter: &Filter,
+    start: NodeId,
+    layer: &mut Layer,
+    progress: &dyn Progress,
+) -> Result<LayerWriter> {
     // A base's root is its own. Of anything else it is where the source happened to lie, and the
     // layers below know better.
-    let defines_root = matches!(kind, Kind::Base | Kind::Diff);
+    let defines_root = matches!(options.reference.kind, Kind::Base | Kind::Diff);
     let mut writer = store.writer(WriterOptions {
         level: options.level,
         jobs: options.jobs,
@@ -44,19 +81,19 @@ pub fn build(
             let view = Plain {
                 xattrs: &filter.xattrs,
             };
-            let mut source = DirSource::open(path, &view, &filter, options.limits, progress)?;
-            source.scan(&mut layer, start, defines_root)?;
+            let mut source = DirSource::open(path, &view, filter, options.limits, progress)?;
+            source.scan(layer, start, defines_root)?;
             progress.phase("read");
-            source.store(&mut layer, &mut writer)?;
+            source.store(layer, &mut writer)?;
         }
         Source::Tar(path) => {
             progress.phase("read");
-            let (layer, writer) = (&mut layer, &mut writer);
+            let writer = &mut writer;
             let limits = options.limits;
             let mut source = TarSource {
                 layer,
                 writer,
-                filter: &filter,
+                filter,
                 limits,
                 start,
                 defines_root,
@@ -70,26 +107,7 @@ pub fn build(
             })?;
         }
     }
-    progress.phase("publish");
-    layer.settle()?;
-    if let Some(epoch) = options.source_date_epoch {
-        layer.clamp_times(epoch);
-    }
-    let warnings = std::mem::take(&mut layer.warnings);
-    let mut finished = layout::finish(layer, options.reference.clone())?;
-    let draft = &mut finished.draft;
-    draft.platform.clone_from(&options.platform);
-    draft.parents.clone_from(&options.parents);
-    draft.labels.clone_from(&options.labels);
-    draft.annotations.clone_from(&options.annotations);
-    let published = writer.finish(finished.draft)?;
-    Ok(BuildReport {
-        published,
-        counts: finished.counts,
-        meta_bytes: finished.meta_bytes,
-        warnings: warnings.into_vec(),
-        cpu_seconds: clock.seconds(),
-    })
+    Ok(writer)
 }
 
 /// The directory that the source's root becomes; those on the way to it are implicit.

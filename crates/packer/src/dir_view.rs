@@ -36,8 +36,10 @@ impl View for Plain<'_> {
             return Ok(Meaning::Nothing);
         }
         self.xattrs.filter(path, &mut xattrs, warnings)?;
+        let metadata = metadata(stat, xattrs);
+        crate::owner::check(path, &metadata)?;
         Ok(Meaning::Entry {
-            metadata: metadata(stat, xattrs),
+            metadata,
             opaque: false,
         })
     }

@@ -63,7 +63,7 @@ pub enum PackError {
         what: String,
     },
     /// The archive's bytes cannot be read or decompressed.
-    #[error("cannot read archive {archive} at byte {offset} of its contents")]
+    #[error("cannot read archive {archive} at byte {offset} of its contents; {}", if_bytes_are_bad(.source))]
     ArchiveRead {
         /// The archive's path.
         archive: String,
@@ -122,6 +122,17 @@ pub enum PackError {
     /// The store refused.
     #[error(transparent)]
     Store(Box<StoreError>),
+}
+
+/// The remedy when the compressed bytes end early or make no sense, or the system fails.
+fn if_bytes_are_bad(source: &io::Error) -> &'static str {
+    match source.kind() {
+        io::ErrorKind::UnexpectedEof => "the archive is incomplete: fetch or make it again",
+        io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput | io::ErrorKind::Other => {
+            "if it is damaged, fetch or make it again"
+        }
+        _ => "check that it may be read and its disk is sound",
+    }
 }
 
 fn in_entry(entry: &str) -> String {

@@ -24,6 +24,7 @@ mod layout;
 mod merge;
 mod model;
 mod options;
+mod owner;
 mod pack_diff;
 mod path;
 mod tar;

@@ -97,7 +97,7 @@ pub struct BuildOptions {
     /// Later modification times become this one, in seconds since 1970.
     pub source_date_epoch: Option<i64>,
     /// Extended attributes to keep: full names, or prefixes that end with `*`. Others are
-    /// dropped without a word; overlayfs' own are always dropped, with a warning.
+    /// dropped with one warning for each name; overlayfs' own are always dropped, each with a warning.
     pub xattrs: Vec<String>,
     /// Paths of the source to leave out, see SEMANTICS.md for the patterns.
     pub excludes: Vec<String>,
@@ -228,6 +228,8 @@ pub trait Progress: Sync {
     fn entry(&self, _path: &[u8]) {}
     /// So many more bytes of file contents were read.
     fn bytes(&self, _n: u64) {}
+    /// A warning of work that then failed. Those of work that succeeded are in its report.
+    fn warning(&self, _text: &str) {}
 }
 
 /// A [`Progress`] that ignores everything.

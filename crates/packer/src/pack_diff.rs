@@ -1,7 +1,7 @@
 //! Makes a snapshot: a diff layer from the upper directory of an overlay.
 
 use layerpack_erofs::NodeId;
-use layerpack_store::{Kind, LayerStore, WriterOptions};
+use layerpack_store::{Kind, LayerStore, LayerWriter, WriterOptions};
 
 use crate::dir::DirSource;
 use crate::error::{PackError, Result};
@@ -40,31 +40,49 @@ pub fn pack_diff(
         groups: IdMap::new("group", &options.gid_map)?,
     };
     let mut layer = Layer::new(false);
+    let read = read(store, options, &filter, &view, &mut layer, progress);
+    let mut warnings = std::mem::take(&mut layer.warnings);
+    let made = read.and_then(|writer| {
+        progress.phase("publish");
+        layer.settle()?;
+        warnings.absorb(std::mem::take(&mut layer.warnings));
+        let mut finished = layout::finish(layer, options.reference.clone())?;
+        let draft = &mut finished.draft;
+        draft.platform.clone_from(&options.platform);
+        draft.parents.clone_from(&options.stack);
+        draft.labels.clone_from(&options.labels);
+        draft.annotations.clone_from(&options.annotations);
+        let published = writer.finish(finished.draft)?;
+        Ok((published, finished.counts, finished.meta_bytes))
+    });
+    let ((published, counts, meta_bytes), warnings) = warnings.close(made, progress)?;
+    Ok(PackDiffReport {
+        published,
+        counts,
+        meta_bytes,
+        warnings,
+        cpu_seconds: clock.seconds(),
+    })
+}
+
+/// Reads the upper into `layer`; its contents go through the writer that comes back.
+fn read(
+    store: &LayerStore,
+    options: &PackDiffOptions,
+    filter: &Filter,
+    view: &Upper<'_>,
+    layer: &mut Layer,
+    progress: &dyn Progress,
+) -> Result<LayerWriter> {
     let mut writer = store.writer(WriterOptions {
         level: options.level,
         jobs: options.jobs,
         ..WriterOptions::default()
     })?;
     progress.phase("scan");
-    let mut source = DirSource::open(&options.upper, &view, &filter, options.limits, progress)?;
-    source.scan(&mut layer, NodeId::ROOT, true)?;
+    let mut source = DirSource::open(&options.upper, view, filter, options.limits, progress)?;
+    source.scan(layer, NodeId::ROOT, true)?;
     progress.phase("read");
-    source.store(&mut layer, &mut writer)?;
-    progress.phase("publish");
-    layer.settle()?;
-    let warnings = std::mem::take(&mut layer.warnings);
-    let mut finished = layout::finish(layer, options.reference.clone())?;
-    let draft = &mut finished.draft;
-    draft.platform.clone_from(&options.platform);
-    draft.parents.clone_from(&options.stack);
-    draft.labels.clone_from(&options.labels);
-    draft.annotations.clone_from(&options.annotations);
-    let published = writer.finish(finished.draft)?;
-    Ok(PackDiffReport {
-        published,
-        counts: finished.counts,
-        meta_bytes: finished.meta_bytes,
-        warnings: warnings.into_vec(),
-        cpu_seconds: clock.seconds(),
-    })
+    source.store(layer, &mut writer)?;
+    Ok(writer)
 }

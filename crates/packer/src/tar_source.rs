@@ -134,13 +134,15 @@ impl TarSource<'_> {
         self.filter
             .xattrs
             .filter(&entry.path, &mut xattrs, &mut self.layer.warnings)?;
-        Ok(Metadata {
+        let metadata = Metadata {
             mode: entry.mode,
             uid: entry.uid,
             gid: entry.gid,
             mtime: entry.mtime,
             xattrs,
-        })
+        };
+        crate::owner::check(&entry.path, &metadata)?;
+        Ok(metadata)
     }
 
     fn directory(&mut self, entry: &Entry, metadata: Metadata) -> Result<()> {

@@ -126,6 +126,7 @@ impl View for Upper<'_> {
         let mut metadata = metadata(stat, xattrs);
         metadata.uid = self.users.inside(path, metadata.uid)?;
         metadata.gid = self.groups.inside(path, metadata.gid)?;
+        crate::owner::check(path, &metadata)?;
         Ok(Meaning::Entry { metadata, opaque })
     }
 

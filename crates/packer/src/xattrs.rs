@@ -69,8 +69,8 @@ impl Allowed {
         Ok(())
     }
 
-    /// Drops from `xattrs` what the layer does not keep; says so for overlayfs' own, which would
-    /// hide or move files of the layers below.
+    /// Drops from `xattrs` what the layer does not keep and says so: for each of overlayfs' own,
+    /// which would hide or move files of the layers below, in sum for the others.
     pub(crate) fn filter(
         &self,
         path: &[u8],
@@ -85,7 +85,11 @@ impl Allowed {
                     crate::show(path)
                 ));
             }
-            self.keeps(name)
+            let keeps = self.keeps(name);
+            if !keeps && !is_overlay(name) {
+                warnings.dropped(name);
+            }
+            keeps
         });
         xattrs
             .iter()

@@ -22,7 +22,7 @@ impl Reader {
     pub(crate) fn read(
         &mut self,
         path: &[u8],
-        wanted: impl Fn(&[u8]) -> bool,
+        mut wanted: impl FnMut(&[u8]) -> bool,
     ) -> rustix::io::Result<BTreeMap<Vec<u8>, Vec<u8>>> {
         let mut found = BTreeMap::new();
         let path = OsStr::from_bytes(path);
@@ -39,8 +39,11 @@ impl Reader {
         let names = self.names.get(..len).unwrap_or_default();
         for name in names
             .split(|&byte| byte == 0)
-            .filter(|name| !name.is_empty() && wanted(name))
+            .filter(|name| !name.is_empty())
         {
+            if !wanted(name) {
+                continue;
+            }
             match lgetxattr(path, OsStr::from_bytes(name), &mut self.value) {
                 Ok(len) => {
                     found.insert(

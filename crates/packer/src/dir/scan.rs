@@ -154,9 +154,16 @@ impl DirSource<'_> {
         path: &[u8],
         stat: &Stat,
     ) -> Result<Meaning> {
+        let warnings = &mut state.layer.warnings;
         let xattrs = state
             .attributes
-            .read(&proc_path(fd, name), |name| self.view.wants(name))
+            .read(&proc_path(fd, name), |name| {
+                let wants = self.view.wants(name);
+                if !wants {
+                    warnings.dropped(name);
+                }
+                wants
+            })
             .map_err(|errno| gone_or("read the extended attributes of", path, errno))?;
         self.view
             .meaning(path, stat, xattrs, &mut state.layer.warnings)

@@ -215,9 +215,13 @@ impl Import<'_> {
     fn all_in_one(&mut self, image: &Image, diff_ids: &[Sha]) -> Result<BuildReport> {
         let mut writer = self.writer()?;
         let mut merged: Option<Layer> = None;
-        let mut warnings = Vec::new();
+        let mut warnings = Warnings::default();
         for (blob, diff_id) in image.layers.iter().zip(diff_ids) {
-            let (layer, below) = self.layer(blob, diff_id, merged, &mut writer, &mut warnings)?;
+            let read = self.layer(blob, diff_id, merged, &mut writer, &mut warnings);
+            let (layer, below) = match read {
+                Ok(read) => read,
+                Err(error) => return Err(warnings.tell(error, self.progress)),
+            };
             merged = Some(match below {
                 None => layer,
                 Some(mut below) => {
@@ -244,8 +248,12 @@ impl Import<'_> {
         let count = image.layers.len();
         for (index, (blob, diff_id)) in image.layers.iter().zip(diff_ids).enumerate() {
             let mut writer = self.writer()?;
-            let mut warnings = Vec::new();
-            let (layer, below) = self.layer(blob, diff_id, merged, &mut writer, &mut warnings)?;
+            let mut warnings = Warnings::default();
+            let read = self.layer(blob, diff_id, merged, &mut writer, &mut warnings);
+            let (layer, below) = match read {
+                Ok(read) => read,
+                Err(error) => return Err(warnings.tell(error, self.progress)),
+            };
             let reference = self.reference(index, count)?;
             let (layer, next) = match below {
                 // The lowest layer is also the first merge.
@@ -305,7 +313,7 @@ impl Import<'_> {
         diff_id: &Sha,
         below: Option<Layer>,
         writer: &mut LayerWriter,
-        warnings: &mut Vec<Warnings>,
+        warnings: &mut Warnings,
     ) -> Result<(Layer, Option<Layer>)> {
         let mut layer = match below {
             None => Layer::new(true),
@@ -337,6 +345,7 @@ impl Import<'_> {
             path: name.clone(),
             what,
         };
+        warnings.absorb(std::mem::take(&mut layer.warnings));
         read?;
         let (digest, bytes) = raw_seen.so_far();
         if &digest != diff_id {
@@ -357,7 +366,7 @@ impl Import<'_> {
         if let Some(epoch) = self.options.source_date_epoch {
             layer.clamp_times(epoch);
         }
-        warnings.push(std::mem::take(&mut layer.warnings));
+        warnings.absorb(std::mem::take(&mut layer.warnings));
         let below = layer.take_below();
         Ok((layer, below))
     }
@@ -368,7 +377,7 @@ impl Import<'_> {
         writer: LayerWriter,
         reference: Reference,
         parents: Vec<ParentRef>,
-        warnings: Vec<Warnings>,
+        warnings: Warnings,
     ) -> Result<BuildReport> {
         self.progress.phase("publish");
         let mut finished = layout::finish(layer, reference)?;
@@ -377,12 +386,16 @@ impl Import<'_> {
         draft.parents = parents;
         draft.labels.clone_from(&self.options.labels);
         draft.annotations.clone_from(&self.annotations);
-        let published = writer.finish(finished.draft)?;
+        let made = writer
+            .finish(finished.draft)
+            .map(|published| (published, finished.counts, finished.meta_bytes))
+            .map_err(PackError::from);
+        let ((published, counts, meta_bytes), warnings) = warnings.close(made, self.progress)?;
         Ok(BuildReport {
             published,
-            counts: finished.counts,
-            meta_bytes: finished.meta_bytes,
-            warnings: warnings.into_iter().flat_map(Warnings::into_vec).collect(),
+            counts,
+            meta_bytes,
+            warnings,
             cpu_seconds: self.clock.seconds(),
         })
     }

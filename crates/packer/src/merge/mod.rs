@@ -105,12 +105,16 @@ pub fn merge(
         jobs: 1,
         ..WriterOptions::default()
     })?;
-    let published = writer.finish(finished.draft)?;
+    let made = writer
+        .finish(finished.draft)
+        .map(|published| (published, finished.counts, finished.meta_bytes))
+        .map_err(PackError::from);
+    let ((published, counts, meta_bytes), warnings) = warnings.close(made, progress)?;
     Ok(BuildReport {
         published,
-        counts: finished.counts,
-        meta_bytes: finished.meta_bytes,
-        warnings: warnings.into_vec(),
+        counts,
+        meta_bytes,
+        warnings,
         cpu_seconds: clock.seconds(),
     })
 }

@@ -3,7 +3,7 @@
 use layerpack_erofs::FileType;
 use layerpack_fixtures::tar::{Header, TarWriter, kind};
 
-use crate::support::{base, refused, try_tar};
+use crate::support::{ArchiveFile, base, memory_store, options, refused, try_tar};
 
 #[test]
 fn numbers_of_any_size() {
@@ -17,12 +17,12 @@ fn numbers_of_any_size() {
     );
     tar.entry(
         &Header::new(kind::FILE, "binary")
-            .owner(u32::MAX, 2_097_152)
+            .owner(u32::MAX - 1, 2_097_152)
             .mtime(-100),
         b"",
     );
     tar.pax(&[
-        ("uid", "4294967295"),
+        ("uid", "4294967294"),
         ("gid", "3000000000"),
         ("mtime", "-1.000000001"),
     ]);
@@ -40,12 +40,12 @@ fn numbers_of_any_size() {
     let node = tree.get("binary");
     assert_eq!(
         (node.uid, node.gid, node.mtime),
-        (u32::MAX, 2_097_152, (-100, 0))
+        (u32::MAX - 1, 2_097_152, (-100, 0))
     );
     let node = tree.get("pax");
     assert_eq!(
         (node.uid, node.gid, node.mtime),
-        (u32::MAX, 3_000_000_000, (-2, 999_999_999))
+        (u32::MAX - 1, 3_000_000_000, (-2, 999_999_999))
     );
     assert_eq!(tree.get("nanos").mtime, (1_700_000_000, 123_456_789));
     assert_eq!(tree.get("far").mtime, (99_999_999_999, 500_000_000));
@@ -258,7 +258,13 @@ fn attributes_are_only_what_is_prefixed_and_allowed() {
     ] {
         assert!(warnings.contains(part), "{part} not in {warnings}");
     }
-    assert!(!warnings.contains("selinux"));
+    let selinux: Vec<_> = packed
+        .warnings
+        .iter()
+        .filter(|line| line.contains("selinux"))
+        .collect();
+    assert_eq!(selinux.len(), 1, "{warnings}");
+    assert!(selinux[0].contains("--xattr security.selinux"));
 
     let mut tar = TarWriter::new();
     tar.pax(&[(&b"SCHILY.xattr.user.huge"[..], &vec![b'v'; 65_536][..])]);
@@ -337,4 +343,64 @@ fn a_layer_of_nothing_but_directories_and_links_exists() {
     // And one of nothing at all.
     let packed = try_tar("toolkit/nothing:1", TarWriter::new().finish()).unwrap();
     assert_eq!(packed.tree().paths(), [""]);
+}
+
+#[test]
+fn attributes_that_are_not_kept_are_counted() {
+    let mut tar = TarWriter::new();
+    for name in ["a", "b", "c"] {
+        tar.pax(&[
+            ("SCHILY.xattr.trusted.t", "1"),
+            ("SCHILY.xattr.user.kept", "1"),
+        ]);
+        tar.file(name, "");
+    }
+    assert_eq!(
+        base(tar.finish()).warnings,
+        ["dropped attribute trusted.t of 3 entries; to keep it, build with --xattr trusted.t"]
+    );
+}
+
+#[test]
+fn an_owner_of_minus_one_is_refused() {
+    let mut by_header = TarWriter::new();
+    by_header.entry(&Header::new(kind::FILE, "sub/odd").owner(u32::MAX, 0), b"");
+    let mut by_record = TarWriter::new();
+    by_record.pax(&[("gid", "4294967295")]);
+    by_record.dir("sub/odd", 0o755);
+    for (tar, part) in [(by_header, "user id"), (by_record, "group id")] {
+        let error = refused(tar.finish());
+        for part in ["sub/odd", part, "4294967295", "exclude it"] {
+            assert!(error.contains(part), "{part} not in {error}");
+        }
+    }
+}
+
+/// Keeps the warnings that it is told.
+#[derive(Default)]
+struct Told(std::sync::Mutex<Vec<String>>);
+
+impl layerpack_packer::Progress for Told {
+    fn warning(&self, text: &str) {
+        self.0.lock().unwrap().push(text.to_owned());
+    }
+}
+
+#[test]
+fn a_build_that_fails_tells_its_warnings() {
+    let mut tar = TarWriter::new();
+    tar.file("../up", "");
+    tar.entry(&Header::new(kind::FILE, "odd").owner(u32::MAX, 0), b"");
+    let archive = ArchiveFile::new(tar.finish());
+    let told = Told::default();
+    let with = options("base/a:1", archive.source());
+    layerpack_packer::build(&memory_store(), &with, &told).unwrap_err();
+    let told = told.0.into_inner().unwrap();
+    assert_eq!(told.len(), 1, "{told:?}");
+    assert!(told[0].contains("../up"), "{told:?}");
+    let good = ArchiveFile::new(TarWriter::new().finish());
+    let quiet = Told::default();
+    let with = options("base/a:1", good.source());
+    layerpack_packer::build(&memory_store(), &with, &quiet).unwrap();
+    assert!(quiet.0.into_inner().unwrap().is_empty());
 }

@@ -242,3 +242,16 @@ fn bad_records_and_numbers_are_refused() {
     header[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
     assert!(refused([&header[..], &[0; 1024]].concat()).contains("size"));
 }
+
+#[test]
+fn a_cut_off_compressed_archive_says_what_to_do() {
+    for whole in [gzip(&sample()), zstd(&sample())] {
+        for len in [whole.len() / 2, whole.len() - 3] {
+            let error = refused(&whole[..len]);
+            assert!(
+                error.contains("the archive is incomplete: fetch or make it again"),
+                "{error}"
+            );
+        }
+    }
+}

@@ -224,6 +224,29 @@ fn attributes_follow_the_allow_list() {
     let names: Vec<_> = tree.get("f").xattrs.keys().collect();
     assert_eq!(names, [b"user.keep"]);
     assert!(packed.warnings[0].contains("user.overlay.opaque"));
+    assert_eq!(
+        packed.warnings[1],
+        "dropped attribute user.drop of 1 entries; to keep it, build with --xattr user.drop"
+    );
+    assert_eq!(packed.warnings.len(), 2, "{:?}", packed.warnings);
+}
+
+#[test]
+fn what_is_not_kept_is_told_once_for_each_name() {
+    let scratch = ScratchDir::new("xattr-count").unwrap();
+    let dir = scratch.mkdir("tree").unwrap();
+    for index in 0..150 {
+        let file = scratch.write(format!("tree/f{index}"), "x").unwrap();
+        rustix::fs::setxattr(&file, "user.t", b"1", rustix::fs::XattrFlags::empty()).unwrap();
+    }
+    let mut with = options("base/t:1", Source::Dir(dir));
+    with.xattrs = vec!["security.capability".to_owned()];
+    with.excludes = vec!["f149".to_owned()];
+    let packed = try_pack(&memory_store(), &with).unwrap();
+    assert_eq!(
+        packed.warnings,
+        ["dropped attribute user.t of 149 entries; to keep it, build with --xattr user.t"]
+    );
 }
 
 #[test]
