@@ -20,7 +20,7 @@ pub(super) fn run(context: &Context, args: &SandboxRmArgs) -> Outcome {
     let sandboxes = sandboxes(context.root())?;
     // All are looked up first: a typing error in the last must not leave half of it done.
     for name in &args.sandboxes {
-        sandboxes.get(name)?;
+        sandboxes.find(name)?;
     }
     let mut done = Removed {
         removed: Vec::new(),
