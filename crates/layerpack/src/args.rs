@@ -47,7 +47,7 @@ pub(crate) struct Global {
     /// Log more to stderr (repeat for more still)
     #[arg(short, long, global = true, action = ArgAction::Count)]
     pub(crate) verbose: u8,
-    /// No progress on stderr
+    /// No progress and no warnings on stderr
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     pub(crate) quiet: bool,
 }
@@ -95,8 +95,8 @@ pub(crate) struct BuildArgs {
     /// Version of the layer; once published it never changes
     #[arg(long)]
     pub(crate) version: String,
-    /// What to pack: dir:PATH, tar:PATH (plain, gzip or zstd), oci:DIR[:TAG] or
-    /// docker-archive:FILE[:NAME]
+    /// What to pack: `dir:PATH`, `tar:PATH` (plain, gzip or zstd), `oci:DIR[:TAG]` or
+    /// `docker-archive:FILE[:NAME]`
     #[arg(long, value_name = "SRC")]
     pub(crate) from: String,
     /// A layer this one is meant to lie on, bottom first (repeatable)
@@ -108,6 +108,9 @@ pub(crate) struct BuildArgs {
     /// Leave out matching paths; `*` stops at `/`, `**` does not (repeatable)
     #[arg(long, value_name = "PATTERN")]
     pub(crate) exclude: Vec<String>,
+    /// Keep this extended attribute too, or with `*` at its end all that begin so (repeatable)
+    #[arg(long, value_name = "NAME")]
+    pub(crate) xattr: Vec<String>,
     /// Label for people and tools (repeatable)
     #[arg(long, value_name = "KEY=VALUE")]
     pub(crate) label: Vec<String>,
@@ -397,6 +400,9 @@ pub(crate) struct PackDiffArgs {
     /// Version of the snapshot; once published it never changes
     #[arg(long)]
     pub(crate) version: String,
+    /// Keep this extended attribute too, or with `*` at its end all that begin so (repeatable)
+    #[arg(long, value_name = "NAME")]
+    pub(crate) xattr: Vec<String>,
     /// Label for people and tools (repeatable)
     #[arg(long, value_name = "KEY=VALUE")]
     pub(crate) label: Vec<String>,

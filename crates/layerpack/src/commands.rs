@@ -33,7 +33,11 @@ pub(crate) type Outcome = Result<ExitCode, Failure>;
 pub(crate) fn main() -> ExitCode {
     let cli = Cli::parse();
     let format = cli.global.output;
-    logging::start(cli.global.verbose, is_daemon(&cli.command));
+    logging::start(
+        cli.global.verbose,
+        cli.global.quiet,
+        is_daemon(&cli.command),
+    );
     let outcome = Context::new(&cli.global)
         .map_err(Failure::from)
         .and_then(|context| dispatch(&context, cli.command));

@@ -14,7 +14,7 @@ use crate::output::Format;
 pub(crate) struct Context {
     /// How results are printed.
     pub(crate) format: Format,
-    /// No progress on stderr.
+    /// No progress and no warnings on stderr.
     pub(crate) quiet: bool,
     root: PathBuf,
     store_url: String,
@@ -55,6 +55,11 @@ impl Context {
     /// The store's URL, absolute.
     pub(crate) fn store_url(&self) -> &str {
         &self.store_url
+    }
+
+    /// Whether warnings go to stderr: with `-o json` they are part of the document.
+    pub(crate) fn says_warnings(&self) -> bool {
+        !self.quiet && self.format == Format::Text
     }
 
     /// Opens the store.

@@ -54,7 +54,11 @@ impl Failure {
         if is_broken_pipe(&self.error) {
             return ExitCode::from(BROKEN_PIPE);
         }
-        let message = one_line(&self.error);
+        let message = match self.code {
+            // What the system says of the command inside a sandbox is the command's own matter.
+            126 | 127 => causes(&self.error),
+            _ => one_line(&self.error),
+        };
         match format {
             Format::Text => note(&format!("error: {message}")),
             Format::Json => {
@@ -78,9 +82,19 @@ struct ErrorText<'a> {
     message: &'a str,
 }
 
+/// The error and its causes, and what to do about it where they do not say it.
+pub(crate) fn one_line(error: &anyhow::Error) -> String {
+    let mut line = causes(error);
+    if let Some(remedy) = remedy(error, &line) {
+        line.push_str("; ");
+        line.push_str(remedy);
+    }
+    line
+}
+
 /// The error and its causes, joined by `: `. A cause that the text before it already tells is
 /// left out, since some libraries put it into their own message too.
-pub(crate) fn one_line(error: &anyhow::Error) -> String {
+fn causes(error: &anyhow::Error) -> String {
     let mut line = String::new();
     for cause in error.chain() {
         let text = printable(cause.to_string().trim());
@@ -93,6 +107,37 @@ pub(crate) fn one_line(error: &anyhow::Error) -> String {
         line.push_str(&text);
     }
     line
+}
+
+/// What to do about a failure of the system whose message only names the file.
+fn remedy(error: &anyhow::Error, line: &str) -> Option<&'static str> {
+    // Only what files say: a refused mount or process has other reasons.
+    let kind = error
+        .chain()
+        .find_map(|cause| cause.downcast_ref::<io::Error>())?
+        .kind();
+    let (remedy, told) = match kind {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => (
+            "free space there, or choose another place (--root for the node's state)",
+            &["free space", "there is room"][..],
+        ),
+        io::ErrorKind::PermissionDenied => (
+            "run as root or fix the permissions",
+            &[
+                "run as root",
+                "root only",
+                "with sudo",
+                "may be read",
+                "may be written",
+            ][..],
+        ),
+        io::ErrorKind::ReadOnlyFilesystem => (
+            "make it writable, or choose another place (--store for layers, --root for the node's state)",
+            &["may be written", "make it writable"][..],
+        ),
+        _ => return None,
+    };
+    (!told.iter().any(|words| line.contains(words))).then_some(remedy)
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
@@ -115,6 +160,37 @@ mod tests {
             one_line(&error),
             "building base/a:1: cannot open x: no such file"
         );
+    }
+
+    #[test]
+    fn failures_of_the_system_have_a_remedy_once() {
+        let line = |errno: i32, context: &'static str| {
+            one_line(&anyhow::Error::from(io::Error::from_raw_os_error(errno)).context(context))
+        };
+        // ENOSPC, EDQUOT
+        for errno in [28, 122] {
+            let error = line(errno, "cannot write /node/leases/x");
+            assert!(
+                error.contains("free space") && error.contains("--root"),
+                "{error}"
+            );
+        }
+        // EACCES
+        let error = line(13, "cannot read refs/base/a/1 in store file:///s");
+        assert!(
+            error.ends_with("; run as root or fix the permissions"),
+            "{error}"
+        );
+        // EROFS
+        let error = line(30, "cannot write refs/base/a/1 in store file:///s");
+        assert!(error.contains("--store"), "{error}");
+        // One that says it itself, and one that there is nothing to say about (EIO).
+        let told = "cannot use it (run as root, or choose another --root)";
+        assert!(line(13, told).ends_with(")"), "{}", line(13, told));
+        assert!(!line(5, "cannot read it").contains(';'));
+        // The same through a library that wraps the system's error.
+        let wrapped = io::Error::new(io::ErrorKind::StorageFull, "failed to write /node/x");
+        assert!(one_line(&wrapped.into()).contains("free space"));
     }
 
     #[test]

@@ -6,8 +6,9 @@ use tracing_subscriber::EnvFilter;
 const VARIABLE: &str = "LAYERPACK_LOG";
 
 /// Starts logging for a command (`daemon` false) or the daemon.
-pub(crate) fn start(verbose: u8, daemon: bool) {
+pub(crate) fn start(verbose: u8, quiet: bool, daemon: bool) {
     let level = match (verbose, daemon) {
+        (0, false) if quiet => "error",
         (0, false) => "warn",
         (0, true) => "info",
         (1, false) => "info",
@@ -15,8 +16,14 @@ pub(crate) fn start(verbose: u8, daemon: bool) {
         _ => "trace",
     };
     // Our own crates only: at `trace` the HTTP stack would drown them.
+    // What the store warns of comes with its results too, and commands print it from there.
+    let store = match (verbose, daemon) {
+        (0, false) => "error",
+        _ => level,
+    };
+    let others = if quiet { "error" } else { "warn" };
     let default = format!(
-        "warn,layerpack={level},layerpack_store={level},layerpack_packer={level},layerpack_layerfs={level},layerpack_runtime={level},layerpack_sys={level}"
+        "{others},layerpack={level},layerpack_store={store},layerpack_packer={level},layerpack_layerfs={level},layerpack_runtime={level},layerpack_sys={level}"
     );
     let filter = EnvFilter::try_from_env(VARIABLE).unwrap_or_else(|_| EnvFilter::new(default));
     let builder = tracing_subscriber::fmt()

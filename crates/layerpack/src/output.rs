@@ -38,6 +38,11 @@ pub(crate) fn note(line: &str) {
     let _ = writeln!(io::stderr().lock(), "{line}");
 }
 
+/// Writes a warning to stderr, made safe for a terminal.
+pub(crate) fn warning(text: &str) {
+    note(&format!("warning: {}", printable(text)));
+}
+
 /// Left-aligned columns, two spaces apart.
 #[derive(Debug)]
 pub(crate) struct Table {

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::output::{note, printable, printable_bytes};
+use crate::context::Context;
+use crate::output::{note, printable, printable_bytes, warning};
 use crate::units::human_bytes;
 
 /// Between two redraws of the live line.
@@ -24,6 +25,8 @@ pub(crate) struct Reporter {
     /// What is worked on, fit for a terminal.
     title: String,
     sink: Sink,
+    /// Whether warnings of failed work are shown.
+    warnings: bool,
     entries: AtomicU64,
     bytes: AtomicU64,
     state: Mutex<State>,
@@ -45,8 +48,8 @@ struct State {
 
 impl Reporter {
     /// A reporter for work on what is called `title`.
-    pub(crate) fn new(title: &str, quiet: bool) -> Self {
-        let sink = if quiet {
+    pub(crate) fn new(title: &str, context: &Context) -> Self {
+        let sink = if context.quiet {
             Sink::Silent
         } else if std::io::stderr().is_terminal() {
             let bar = ProgressBar::new_spinner();
@@ -65,6 +68,7 @@ impl Reporter {
         Self {
             title: printable(title),
             sink,
+            warnings: context.says_warnings(),
             entries: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             state: Mutex::new(state),
@@ -133,6 +137,13 @@ impl layerpack_packer::Progress for Reporter {
     fn bytes(&self, n: u64) {
         self.bytes.fetch_add(n, Ordering::Relaxed);
         self.tick(None);
+    }
+
+    fn warning(&self, text: &str) {
+        if self.warnings {
+            self.finish();
+            warning(text);
+        }
     }
 
     fn phase(&self, phase: &str) {

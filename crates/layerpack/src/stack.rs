@@ -23,9 +23,7 @@ const MAX_LAYERS: usize = 400;
 
 /// Parses a reference; the error says what one looks like.
 pub(crate) fn parse_reference(text: &str) -> anyhow::Result<Reference> {
-    text.parse::<Reference>().with_context(|| {
-        format!("{text:?} is no reference: write KIND/NAME:VERSION, such as base/debian:12")
-    })
+    Ok(text.parse()?)
 }
 
 /// Resolves references, bottom first.

@@ -286,3 +286,163 @@ fn errors_can_be_json_too() {
             .contains("base/unknown:1")
     );
 }
+
+#[test]
+fn a_bad_reference_is_explained_once() {
+    let node = Node::new("once");
+    for arguments in [
+        &["inspect", "known-as-nothing"][..],
+        &["verify", "known-as-nothing"],
+        &["rm", "known-as-nothing"],
+        &["export", "known-as-nothing", "--to", "tar:/nowhere/x"],
+    ] {
+        let error = node.fails(1, arguments);
+        for part in ["known-as-nothing", "base/debian:12", "has no"] {
+            let times = error.matches(part).count();
+            assert!(times <= 1, "{times} times {part}: {error}");
+        }
+        assert!(
+            error.contains("known-as-nothing") && error.contains("base/debian:12"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_mount_point_in_the_node_root_is_refused() {
+    let node = Node::new("inside");
+    let source = node.scratch.mkdir("source").unwrap();
+    node.build("base/a:1", &source, &[]);
+    let root = node.scratch.mkdir("node/layers").unwrap();
+    let link = node.scratch.join("link");
+    fs_err::os::unix::fs::symlink(node.root(), &link).unwrap();
+    for (point, part) in [
+        (root, "node root"),
+        (node.root(), "node root"),
+        (link, "elsewhere"),
+        (node.scratch.path().to_owned(), "hide"),
+    ] {
+        let error = node.fails(1, ["mount", "base/a:1", point.to_str().unwrap()]);
+        assert!(error.contains(part) && error.contains("node"), "{error}");
+    }
+    assert!(!node.root().join("daemon.sock").exists());
+}
+
+/// An archive whose warnings are two: one entry leaves the root, one has a foreign attribute.
+fn warned(node: &Node, odd: bool) -> String {
+    use layerpack_fixtures::tar::{Header, TarWriter, kind};
+    let mut tar = TarWriter::new();
+    tar.file("../up", "");
+    tar.pax(&[("SCHILY.xattr.trusted.t", "1")]);
+    tar.file("labelled", "");
+    if odd {
+        tar.entry(&Header::new(kind::FILE, "odd").owner(u32::MAX, 0), b"");
+    }
+    let path = node.scratch.write("warned.tar", tar.finish()).unwrap();
+    format!("tar:{}", path.display())
+}
+
+#[test]
+fn warnings_are_printed_once() {
+    let node = Node::new("warnings");
+    let from = warned(&node, false);
+    let mut arguments = build_arguments("base/a:1", &from);
+    arguments.remove(0);
+    let output = node.run(&arguments);
+    assert!(output.status.success(), "{}", support::describe(&output));
+    let text = String::from_utf8(output.stderr).unwrap();
+    for part in ["../up", "trusted.t of 1 entries"] {
+        assert_eq!(text.matches(part).count(), 1, "{text}");
+    }
+    assert_eq!(text.matches("warning: ").count(), 2, "{text}");
+    assert!(!text.contains("WARN"), "{text}");
+    // Quiet: not a word. JSON: in the document only.
+    let output = node.run(build_arguments("base/a:1", &from));
+    assert!(output.status.success() && output.stderr.is_empty());
+    for quiet in [true, false] {
+        let mut json = vec!["-o", "json"];
+        json.extend(&build_arguments("base/a:1", &from)[usize::from(!quiet)..]);
+        let output = node.run(json);
+        let document: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(document["warnings"].as_array().unwrap().len(), 2);
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(!text.contains("../up"), "{text}");
+    }
+    // What is asked for is kept, and no longer warned of.
+    let mut keep = vec!["-o", "json"];
+    keep.extend(build_arguments("base/b:1", &from));
+    keep.extend(["--xattr", "trusted.*"]);
+    let document: serde_json::Value = serde_json::from_slice(&node.run(keep).stdout).unwrap();
+    assert_eq!(document["warnings"].as_array().unwrap().len(), 1);
+}
+
+#[test]
+fn a_failed_build_is_one_error_line() {
+    let node = Node::new("failed");
+    let from = warned(&node, true);
+    let error = node.fails(1, build_arguments("base/a:1", &from));
+    for part in ["odd", "4294967295", "exclude it"] {
+        assert!(error.contains(part), "{error}");
+    }
+    let output = node.run(build_arguments("base/a:1", &from));
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(text.lines().count(), 1, "quiet is one line: {text}");
+    let output = node.run(&build_arguments("base/a:1", &from)[1..]);
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(text.matches("../up").count(), 1, "{text}");
+    assert_eq!(text.matches("error: ").count(), 1, "{text}");
+    assert!(published(&node).is_empty());
+}
+
+#[test]
+fn what_the_store_warns_of_is_reported() {
+    let node = Node::new("store-warns");
+    let source = node.scratch.mkdir("source").unwrap();
+    node.scratch.write("source/file", "x").unwrap();
+    node.build("base/a:1", &source, &[]);
+    let from = format!("dir:{}", source.display());
+    let damage = || {
+        for object in objects(&node.store()) {
+            if object.starts_with("meta") {
+                fs_err::write(node.store().join(object), "no longer").unwrap();
+            }
+        }
+    };
+    damage();
+    let mut json = vec!["-o", "json"];
+    json.extend(build_arguments("base/b:1", &from));
+    let document: serde_json::Value = serde_json::from_slice(&node.run(json).stdout).unwrap();
+    let warnings = document["warnings"].to_string();
+    assert!(warnings.contains("replaced"), "{warnings}");
+    damage();
+    let output = node.run(&build_arguments("base/c:1", &from)[1..]);
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(text.matches("replaced").count(), 1, "{text}");
+    // What cannot be read beside the index that is needed.
+    let stray = node.store().join("index").join("0".repeat(64));
+    fs_err::write(stray, "no index").unwrap();
+    let merge = ["merge", "base/a:1", "--name", "m", "--version", "1"];
+    let document = node.json(merge);
+    let warnings = document["warnings"].as_array().unwrap();
+    assert!(
+        warnings
+            .iter()
+            .any(|w| w.as_str().unwrap().contains("index")),
+        "{document}"
+    );
+}
+
+#[test]
+fn a_cut_off_archive_says_what_to_do() {
+    let node = Node::new("cut");
+    let whole = [0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 3, 0xec];
+    let path = node.scratch.write("cut.tar.gz", whole).unwrap();
+    let error = node.fails(
+        1,
+        build_arguments("base/a:1", &format!("tar:{}", path.display())),
+    );
+    assert!(
+        error.contains("the archive is incomplete: fetch or make it again"),
+        "{error}"
+    );
+}

@@ -358,6 +358,7 @@ fn privileged_a_daemon_in_use_does_not_stop() {
     node.ok(["mount", "base/b:1", text(&point)]);
     let _guard = MountGuard::new(&point);
     let error = node.fails(1, ["daemon", "stop"]);
+    assert!(error.contains("layerpack daemon stop --force"), "{error}");
     assert!(error.contains("in use"), "{error}");
     assert_eq!(fs_err::read_to_string(point.join("file")).unwrap(), "x");
     // Mounting over it again is refused, and harms nothing.

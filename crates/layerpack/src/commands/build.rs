@@ -12,7 +12,7 @@ use super::Outcome;
 use super::ls::parse_kind;
 use crate::args::BuildArgs;
 use crate::context::Context;
-use crate::output::{note, printable};
+use crate::output;
 use crate::progress::Reporter;
 use crate::published::{Published, platform};
 use crate::stack::parse_reference;
@@ -46,12 +46,13 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
     options.jobs = args.jobs.map_or(0, usize::from);
     options.source_date_epoch = args.source_date_epoch;
     options.excludes = args.exclude;
+    options.xattrs.extend(args.xattr);
 
-    let reporter = Reporter::new(&options.reference.to_string(), context.quiet);
+    let reporter = Reporter::new(&options.reference.to_string(), context);
     let report = layerpack_packer::build(&store, &options, &reporter);
     reporter.finish();
     let report = report?;
-    warn(&report.warnings);
+    warn(context, &report.warnings);
     Published::new(
         &report.published,
         report.counts,
@@ -90,10 +91,10 @@ pub(super) fn labels(given: &[String]) -> anyhow::Result<BTreeMap<String, String
     Ok(labels)
 }
 
-/// Shows a report's warnings on stderr.
-pub(super) fn warn(warnings: &[String]) {
-    for warning in warnings {
-        note(&format!("warning: {}", printable(warning)));
+/// Shows a report's warnings on stderr, unless they are in the JSON document or not wanted.
+pub(super) fn warn(context: &Context, warnings: &[String]) {
+    if context.says_warnings() {
+        warnings.iter().for_each(|warning| output::warning(warning));
     }
 }
 

@@ -41,11 +41,11 @@ pub(super) fn run(context: &Context, args: ExportArgs) -> Outcome {
         LayerCompression::Zstd => Compression::Zstd,
         LayerCompression::None => Compression::None,
     };
-    let reporter = Reporter::new(&args.to, context.quiet);
+    let reporter = Reporter::new(&args.to, context);
     let report = export(&store, &options, &reporter);
     reporter.finish();
     let report = report?;
-    warn(&report.warnings);
+    warn(context, &report.warnings);
     let exported = Exported {
         target: args.to,
         digest: report.digest,

@@ -17,12 +17,12 @@ use crate::published::{Published, platform};
 pub(super) fn run(context: &Context, reference: Reference, args: BuildArgs) -> Outcome {
     let options = options(reference, args)?;
     let store = context.store()?;
-    let reporter = Reporter::new(&options.reference.to_string(), context.quiet);
+    let reporter = Reporter::new(&options.reference.to_string(), context);
     let report = import(&store, &options, &reporter);
     reporter.finish();
     let mut layers = Vec::new();
     for report in report?.layers {
-        warn(&report.warnings);
+        warn(context, &report.warnings);
         layers.push(Published::new(
             &report.published,
             report.counts,
@@ -56,5 +56,6 @@ fn options(reference: Reference, args: BuildArgs) -> anyhow::Result<ImportOption
     options.jobs = args.jobs.map_or(0, usize::from);
     options.source_date_epoch = args.source_date_epoch;
     options.excludes = args.exclude;
+    options.xattrs.extend(args.xattr);
     Ok(options)
 }

@@ -18,11 +18,11 @@ use crate::stack::parse_reference;
 pub(super) fn run(context: &Context, args: MergeArgs) -> Outcome {
     let options = options(args)?;
     let store = context.store()?;
-    let reporter = Reporter::new(&options.reference.to_string(), context.quiet);
+    let reporter = Reporter::new(&options.reference.to_string(), context);
     let report = merge(&store, &options, &reporter);
     reporter.finish();
     let report = report?;
-    warn(&report.warnings);
+    warn(context, &report.warnings);
     Published::new(
         &report.published,
         report.counts,

@@ -45,6 +45,7 @@ pub(super) fn run(context: &Context, args: MountArgs) -> Outcome {
     if !directory.is_dir() {
         return Err(anyhow!("the mount point {} is not a directory", directory.display()).into());
     }
+    outside_of_root(context.root(), &directory)?;
     let client = context.daemon("mounting layers")?;
     let claim = Claim::new(context, &client, &directory, &layers, args.rw)?;
     let lowers = claim.stack_up(context, &layers)?;
@@ -64,6 +65,27 @@ pub(super) fn run(context: &Context, args: MountArgs) -> Outcome {
     };
     print(context.format, &mounted, |_| Ok(()))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Refuses a mount point that is part of the node's own state, or that would hide it.
+fn outside_of_root(root: &Path, directory: &Path) -> anyhow::Result<()> {
+    // A root that is not there yet has no symbolic links to follow either.
+    let root = fs_err::canonicalize(root).unwrap_or_else(|_| root.to_owned());
+    if directory.starts_with(&root) {
+        bail!(
+            "the mount point {} is in the node root {}, which holds only layerpack's own state: choose a directory elsewhere",
+            directory.display(),
+            root.display()
+        );
+    }
+    if root.starts_with(directory) {
+        bail!(
+            "a mount on {} would hide the node root {}: choose another directory, or another node root with --root",
+            directory.display(),
+            root.display()
+        );
+    }
+    Ok(())
 }
 
 /// The last argument is the directory, those before it are references.

@@ -40,18 +40,19 @@ pub(super) fn run(context: &Context, args: PackDiffArgs) -> Outcome {
     options.stack = parents(&sandbox)?;
     options.platform = platform(None);
     options.labels = labels;
+    options.xattrs.extend(args.xattr);
     options.level = args.level;
     options.jobs = args.jobs.map_or(0, usize::from);
 
     // A dead sandbox changes no more, and is only kept from being removed meanwhile.
     let frozen = Thaw::on_signals(sandboxes.freeze(sandbox.spec.id.as_str(), FREEZE)?)?;
-    let reporter = Reporter::new(&options.reference.to_string(), context.quiet);
+    let reporter = Reporter::new(&options.reference.to_string(), context);
     let report =
         sync(&sandbox).and_then(|()| Ok(layerpack_packer::pack_diff(&store, &options, &reporter)?));
     drop(frozen);
     reporter.finish();
     let report = report?;
-    warn(&report.warnings);
+    warn(context, &report.warnings);
     Published::new(
         &report.published,
         report.counts,

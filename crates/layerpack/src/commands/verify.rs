@@ -66,9 +66,12 @@ pub(super) fn run(context: &Context, args: &VerifyArgs) -> Outcome {
         }
         Ok(())
     })?;
-    for layer in &verified {
+    for layer in verified.iter().filter(|_| context.says_warnings()) {
         for warning in &layer.warnings {
-            note(&printable(&format!("{}: warning: {warning}", layer.reference)));
+            note(&printable(&format!(
+                "{}: warning: {warning}",
+                layer.reference
+            )));
         }
     }
     let mut bad = Vec::new();

@@ -181,7 +181,14 @@ pub(super) async fn stop(
     let stop = Arc::clone(&server.stop);
     let reply = blocking(move || {
         prune::at_stop(&server.node, &server.info.root);
-        stop_node(&server.node, request.force)?;
+        stop_node(&server.node, request.force).map_err(|error| {
+            let in_use = matches!(error, LayerfsError::InUse { .. });
+            let mut refusal = Refusal::from(error);
+            if in_use && !request.force {
+                refusal.message.push_str(" (layerpack daemon stop --force)");
+            }
+            refusal
+        })?;
         Ok(api::Stopping { stopping: true })
     })
     .await?;
