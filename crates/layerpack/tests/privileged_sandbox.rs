@@ -511,32 +511,35 @@ fn privileged_a_killed_run_leaves_nothing_for_long() {
         skip!("needs root for sandboxes");
     }
     let node = node("killed-run");
-    let mut child = node
-        .command()
-        .args([
-            "run",
-            "base/root:1",
-            "--",
-            "sh",
-            "-c",
-            "echo ready; sleep 1000",
-        ])
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut ready = [0u8; 6];
-    std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut ready).unwrap();
-    let pid = node.json(["sandbox", "ls"])[0]["pid"].as_i64().unwrap();
-    child.kill().unwrap();
-    child.wait().unwrap();
-    let gone = || {
-        !std::path::Path::new(&format!("/proc/{pid}/root")).exists()
-            || support::is_zombie(i32::try_from(pid).unwrap())
-    };
-    assert!(
-        support::wait_until(gone),
-        "the sandbox outlives its launcher"
-    );
+    // Without --rm its files were to be kept: it stays as a dead one.
+    for rm in [&[][..], &["--rm"]] {
+        let mut child = node
+            .command()
+            .args(["run", "--name", "killed"])
+            .args(rm)
+            .args(["base/root:1", "--", "sh", "-c", "echo ready; sleep 1000"])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut ready = [0u8; 6];
+        std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut ready).unwrap();
+        let pid = node.json(["sandbox", "ls"])[0]["pid"].as_i64().unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let gone = || {
+            !std::path::Path::new(&format!("/proc/{pid}/root")).exists()
+                || support::is_zombie(i32::try_from(pid).unwrap())
+        };
+        assert!(
+            support::wait_until(gone),
+            "the sandbox outlives its launcher"
+        );
+        if rm.is_empty() {
+            let list = node.json(["sandbox", "ls"]);
+            assert_eq!(list[0]["state"], "dead", "{list}");
+            node.ok(["sandbox", "rm", "killed"]);
+        }
+    }
     // Its lease and directory go at the next occasion.
     assert_clean(&node);
 }
