@@ -220,6 +220,20 @@ fn privileged_a_full_node_still_serves() {
     }
     node.ok(["umount", point.to_str().unwrap()]);
     drop(guard);
+    // With no room at all nothing new is mounted, and the error says what to do.
+    let filler = root.join("filler");
+    let mut file = fs_err::File::create(&filler).unwrap();
+    for size in [4096, 1024, 1] {
+        while std::io::Write::write_all(&mut file, &vec![1; size]).is_ok() {}
+    }
+    file.sync_all().unwrap();
+    let output = node.run(["mount", "base/b:1", point.to_str().unwrap()]);
+    let error = one_error(1, &output);
+    assert!(
+        error.contains("No space left") && error.contains("free space") && error.contains("--root"),
+        "{error}"
+    );
+    fs_err::remove_file(filler).unwrap();
     node.ok(["daemon", "stop"]);
     drop(ender);
     drop(disk);
