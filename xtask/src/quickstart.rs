@@ -80,7 +80,7 @@ pub(crate) fn run(dir: Option<PathBuf>, prebuilt: bool) -> Result<()> {
     setup::for_quickstart()?;
     let binary = if prebuilt { binary_path()? } else { build()? };
     if !layerpack_fixtures::is_root() {
-        return as_root(dir.as_deref());
+        return as_root("--prebuilt", dir.as_deref());
     }
     let places = prepare(dir)?;
     let node = Node::new(binary, &places);
@@ -119,7 +119,7 @@ pub(crate) fn clean(dir: Option<PathBuf>) -> Result<()> {
         );
     }
     if !layerpack_fixtures::is_root() {
-        bail!("removing mounts and root's files needs root: run this with sudo");
+        return as_root("--clean", Some(&work));
     }
     let places = Places { work };
     let node = Node::new(binary_path()?, &places);
@@ -219,8 +219,9 @@ fn build() -> Result<PathBuf> {
     binary_path()
 }
 
-/// Runs the rest of the quickstart as root, with what this user has built.
-fn as_root(dir: Option<&Path>) -> Result<()> {
+/// Runs the rest of the quickstart as root, with what this user has built; `mode` is the option
+/// that says which part.
+fn as_root(mode: &str, dir: Option<&Path>) -> Result<()> {
     if layerpack_fixtures::find_tool("sudo").is_none() {
         bail!("mounting and starting sandboxes needs root, and there is no sudo: run it as root");
     }
@@ -242,7 +243,7 @@ fn as_root(dir: Option<&Path>) -> Result<()> {
     }
     command
         .arg(std::env::current_exe()?)
-        .args(["quickstart", "--prebuilt"]);
+        .args(["quickstart", mode]);
     if let Some(dir) = dir {
         command.arg("--dir").arg(dir);
     }
