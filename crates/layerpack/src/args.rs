@@ -41,6 +41,16 @@ pub(crate) struct Global {
     /// Directory of this node's state: cache, mounts, sandboxes, daemon socket
     #[arg(long, global = true, env = "LAYERPACK_ROOT", value_name = "DIR", default_value = DEFAULT_ROOT)]
     pub(crate) root: PathBuf,
+    /// Directory of what can be made again: build cache, index copies; empty: keep none [default:
+    /// /var/cache/layerpack as root, else the user's cache directory]
+    #[arg(
+        long,
+        global = true,
+        env = "LAYERPACK_CACHE",
+        value_name = "DIR",
+        hide_env_values = true
+    )]
+    pub(crate) cache_dir: Option<PathBuf>,
     /// How results are printed
     #[arg(short, long, global = true, value_enum, value_name = "FORMAT", default_value_t = Format::Text)]
     pub(crate) output: Format,

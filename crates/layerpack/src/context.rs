@@ -1,5 +1,6 @@
 //! What every command starts from: format, node root, store.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
@@ -18,6 +19,7 @@ pub(crate) struct Context {
     pub(crate) quiet: bool,
     root: PathBuf,
     store_url: String,
+    cache_dir: Option<PathBuf>,
 }
 
 impl Context {
@@ -39,11 +41,24 @@ impl Context {
                     .with_context(|| format!("cannot resolve --store {path}"))?,
             )?,
         };
+        let cache_dir = match &global.cache_dir {
+            Some(path) if path.as_os_str().is_empty() => None,
+            Some(path) => Some(
+                std::path::absolute(path)
+                    .with_context(|| format!("cannot resolve --cache-dir {}", path.display()))?,
+            ),
+            None => default_cache(
+                rustix::process::geteuid().is_root(),
+                std::env::var_os("XDG_CACHE_HOME"),
+                std::env::var_os("HOME"),
+            ),
+        };
         Ok(Self {
             format: global.output,
             quiet: global.quiet,
             root,
             store_url,
+            cache_dir,
         })
     }
 
@@ -55,6 +70,13 @@ impl Context {
     /// The store's URL, absolute.
     pub(crate) fn store_url(&self) -> &str {
         &self.store_url
+    }
+
+    /// The directory of what can be made again, absolute; it need not exist. `None`: keep nothing,
+    /// and do without.
+    #[expect(dead_code, reason = "its first users follow")]
+    pub(crate) fn cache_dir(&self) -> Option<&Path> {
+        self.cache_dir.as_deref()
     }
 
     /// Whether warnings go to stderr: with `-o json` they are part of the document.
@@ -105,6 +127,22 @@ pub(crate) fn prepare_root(root: &Path) -> anyhow::Result<()> {
     }
 }
 
+/// Where caches lie by default: root's with the system, anybody else's with the user, as the XDG
+/// base directory specification says: a relative `XDG_CACHE_HOME` counts as unset.
+fn default_cache(
+    is_root: bool,
+    xdg_cache_home: Option<OsString>,
+    home: Option<OsString>,
+) -> Option<PathBuf> {
+    if is_root {
+        return Some(PathBuf::from("/var/cache/layerpack"));
+    }
+    let usable = |path: Option<OsString>| path.map(PathBuf::from).filter(|path| path.is_absolute());
+    usable(xdg_cache_home)
+        .or_else(|| usable(home).map(|home| home.join(".cache")))
+        .map(|base| base.join("layerpack"))
+}
+
 fn default_store(root: &Path) -> anyhow::Result<String> {
     file_url(&root.join("store"))
 }
@@ -116,5 +154,28 @@ fn file_url(path: &Path) -> anyhow::Result<String> {
             "the store's path {} is not UTF-8: choose another with --store",
             path.display()
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn caches_lie_with_the_system_or_with_the_user() {
+        let cache = |root, xdg: Option<&str>, home: Option<&str>| {
+            default_cache(root, xdg.map(OsString::from), home.map(OsString::from))
+        };
+        let path = |text: &str| Some(PathBuf::from(text));
+        assert_eq!(
+            cache(true, Some("/x"), Some("/h")),
+            path("/var/cache/layerpack")
+        );
+        assert_eq!(cache(false, Some("/x"), Some("/h")), path("/x/layerpack"));
+        for xdg in [None, Some(""), Some("relative")] {
+            assert_eq!(cache(false, xdg, Some("/h")), path("/h/.cache/layerpack"));
+        }
+        assert_eq!(cache(false, None, Some("")), None);
+        assert_eq!(cache(false, None, None), None);
     }
 }
