@@ -207,6 +207,26 @@ pub enum StoreError {
         /// The limit that passed, in milliseconds.
         limit_ms: u64,
     },
+    /// A collection deletes an object that a writer needs, and does not come to its end.
+    #[error(
+        "object {key} in store {store} is being deleted by a garbage collection; run again when it has ended, at most ten minutes after its last sign of life"
+    )]
+    Collecting {
+        /// The store's address.
+        store: String,
+        /// The object's key.
+        key: String,
+    },
+    /// A writer was taken for dead, so that what it relies on may have been deleted.
+    #[error(
+        "the lease {key} in store {store} was not renewed in time, and a collection may have deleted what it protected; run again"
+    )]
+    LeaseLost {
+        /// The store's address.
+        store: String,
+        /// The lease's key.
+        key: String,
+    },
     /// Bytes given to a parser break their format.
     #[error(transparent)]
     Format(#[from] FormatError),
@@ -245,6 +265,8 @@ impl StoreError {
             | Self::NoSpace { key, .. }
             | Self::Io { key, .. }
             | Self::TimedOut { key, .. }
+            | Self::Collecting { key, .. }
+            | Self::LeaseLost { key, .. }
             | Self::InvalidKey { key, .. } => Some(key),
             Self::InvalidReference { .. }
             | Self::InvalidDigest { .. }

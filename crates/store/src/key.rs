@@ -122,6 +122,24 @@ impl Key {
         Self(format!("index/{}", id.hex()))
     }
 
+    /// A lease, by its identity.
+    ///
+    /// # Errors
+    /// If `id` cannot be part of a key.
+    pub fn lease(id: &str) -> Result<Self, StoreError> {
+        Self::new(&format!("leases/{id}"))
+    }
+
+    /// A list of objects that a collection will delete.
+    pub(crate) fn condemned(id: &str) -> Result<Self, StoreError> {
+        Self::new(&format!("gc/list-{id}"))
+    }
+
+    /// The mark of a collector that deletes the objects of list `id`.
+    pub(crate) fn sweep(id: &str, collector: &str) -> Result<Self, StoreError> {
+        Self::new(&format!("gc/sweep-{id}-{collector}"))
+    }
+
     /// The digest that the key's last segment spells, if it does.
     #[must_use]
     pub fn digest(&self) -> Option<Digest> {

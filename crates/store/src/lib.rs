@@ -14,6 +14,7 @@ mod codec;
 mod digest;
 mod error;
 pub mod format;
+mod gc;
 mod key;
 mod layer;
 mod manifest;
@@ -28,6 +29,7 @@ pub use digest::{Digest, Hasher};
 pub use error::{FormatError, Result, StoreError};
 pub use format::locator::{FrameLoc, Locator, PackLoc};
 pub use format::map::{Extent, LayerMap, MapBuilder};
+pub use gc::{Amount, GcOptions, GcReport, Lease, LeaseKind, NodeLease, Reason, Waiting};
 pub use key::Key;
 pub use layer::{
     Damage, Draft, FetchStats, FileChunks, LayerStore, LayerWriter, PublishOutcome, Published,

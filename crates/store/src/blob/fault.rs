@@ -234,6 +234,10 @@ impl BlobStore for FaultStore {
     fn url(&self) -> String {
         self.inner.url()
     }
+
+    fn decides_races(&self) -> bool {
+        self.inner.decides_races()
+    }
 }
 
 struct FaultWriter<'a> {

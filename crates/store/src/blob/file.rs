@@ -7,17 +7,18 @@
 
 use std::collections::HashSet;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use fs_err as fs;
 use fs_err::os::unix::fs::FileExt;
 
+use super::disk::{Disk, System};
 use super::{BlobStore, BlobWriter, ObjectInfo, PutMode, PutOutcome};
 use crate::error::{Result, StoreError};
 use crate::key::Key;
@@ -30,6 +31,7 @@ const TEMPORARIES: &str = "tmp";
 #[derive(Debug)]
 pub struct FileStore {
     root: PathBuf,
+    disk: Arc<dyn Disk>,
     swept: AtomicBool,
     /// Directories known to exist durably.
     durable: Mutex<HashSet<PathBuf>>,
@@ -42,13 +44,18 @@ impl FileStore {
     /// # Errors
     /// If a relative `root` cannot be made absolute.
     pub fn new(root: impl Into<PathBuf>) -> Result<Self> {
-        let root = root.into();
+        Self::on(root.into(), Arc::new(System))
+    }
+
+    /// The same on a filesystem that records or fails.
+    pub(crate) fn on(root: PathBuf, disk: Arc<dyn Disk>) -> Result<Self> {
         let absolute = std::path::absolute(&root).map_err(|e| StoreError::InvalidUrl {
             url: root.display().to_string(),
             why: format!("it cannot be made an absolute path: {e}"),
         })?;
         Ok(Self {
             root: absolute,
+            disk,
             swept: AtomicBool::new(false),
             durable: Mutex::new(HashSet::new()),
         })
@@ -106,14 +113,14 @@ impl FileStore {
         if let Some(parent) = parent.filter(|_| inside) {
             self.ensure_dir(parent)?;
         }
-        let created = match fs::create_dir(dir) {
+        let created = match self.disk.create_dir(dir) {
             Ok(()) => true,
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists && dir.is_dir() => false,
             Err(e) if e.kind() == io::ErrorKind::NotFound && !inside => {
                 if let Some(parent) = parent {
                     self.ensure_dir(parent)?;
                 }
-                match fs::create_dir(dir) {
+                match self.disk.create_dir(dir) {
                     Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
                     _ => true,
                 }
@@ -123,7 +130,7 @@ impl FileStore {
         // Another process may have created it and not synced yet. What was above the store
         // before is not ours to sync.
         if let Some(parent) = parent.filter(|_| inside || created) {
-            sync_dir(parent)?;
+            self.disk.sync_dir(parent)?;
         }
         self.durable().insert(dir.to_owned());
         Ok(())
@@ -134,14 +141,10 @@ impl FileStore {
         self.ensure_dir(&dir)?;
         for _ in 0..16 {
             let path = dir.join(format!("{}-{:016x}", std::process::id(), random()));
-            match fs::OpenOptions::new()
-                .read(true)
-                .write(true)
-                .create_new(true)
-                .open(&path)
-            {
+            match self.disk.create_new(&path) {
                 Ok(file) => {
-                    let temporary = Temporary { path, file };
+                    let disk = Arc::clone(&self.disk);
+                    let temporary = Temporary { path, file, disk };
                     if !self.swept.swap(true, Ordering::Relaxed) {
                         sweep(&dir, &temporary);
                     }
@@ -161,7 +164,7 @@ impl FileStore {
 
     /// Gives a complete temporary its name.
     fn publish(&self, temporary: &Temporary, key: &Key, mode: PutMode) -> io::Result<PutOutcome> {
-        temporary.file.sync_all()?;
+        self.disk.sync_file(&temporary.file)?;
         let path = self.path(key);
         let dir = path.parent().unwrap_or(&self.root);
         self.ensure_dir(dir)?;
@@ -175,7 +178,7 @@ impl FileStore {
             other => other?,
         };
         // Also when it existed: its writer may not have come this far.
-        sync_dir(dir)?;
+        self.disk.sync_dir(dir)?;
         Ok(outcome)
     }
 
@@ -215,6 +218,7 @@ impl FileStore {
                 found.push(ObjectInfo {
                     key,
                     size: metadata.len(),
+                    modified: metadata.modified().ok(),
                 });
             }
         }
@@ -226,10 +230,10 @@ impl FileStore {
 fn give_name(temporary: &Temporary, path: &Path, mode: PutMode) -> io::Result<PutOutcome> {
     match mode {
         PutMode::Overwrite => {
-            fs::rename(&temporary.path, path)?;
+            temporary.disk.rename(&temporary.path, path)?;
             Ok(PutOutcome::Created)
         }
-        PutMode::IfAbsent => match fs::hard_link(&temporary.path, path) {
+        PutMode::IfAbsent => match temporary.disk.hard_link(&temporary.path, path) {
             Ok(()) => Ok(PutOutcome::Created),
             // A link whose answer was lost and that was asked for again (NFS): the count tells.
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
@@ -249,38 +253,10 @@ fn give_name(temporary: &Temporary, path: &Path, mode: PutMode) -> io::Result<Pu
                         | io::ErrorKind::TooManyLinks
                 ) =>
             {
-                rename_if_absent(&temporary.path, path, e)
+                temporary.disk.rename_if_absent(&temporary.path, path, e)
             }
             Err(e) => Err(e),
         },
-    }
-}
-
-fn rename_if_absent(from: &Path, to: &Path, link_error: io::Error) -> io::Result<PutOutcome> {
-    use rustix::fs::{CWD, RenameFlags, renameat_with};
-    match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-        Ok(()) => Ok(PutOutcome::Created),
-        Err(rustix::io::Errno::EXIST) => Ok(PutOutcome::Exists),
-        // The first error says more: the filesystem has neither.
-        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS | rustix::io::Errno::NOTSUP) => {
-            Err(link_error)
-        }
-        Err(e) => Err(e.into()),
-    }
-}
-
-fn sync_dir(dir: &Path) -> io::Result<()> {
-    match fs::File::open(dir)?.sync_all() {
-        // Filesystems that cannot sync a directory keep names durable themselves.
-        Err(e)
-            if matches!(
-                e.kind(),
-                io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported
-            ) =>
-        {
-            Ok(())
-        }
-        other => other,
     }
 }
 
@@ -307,7 +283,7 @@ fn sweep(dir: &Path, fresh: &Temporary) {
             .ok()
             .and_then(|time| now.duration_since(time).ok());
         if metadata.is_file() && age.is_some_and(|age| age > STALE) {
-            match fs::remove_file(entry.path()) {
+            match fresh.disk.remove_file(&entry.path()) {
                 Ok(()) => {
                     tracing::debug!(path = %entry.path().display(), "removed a stale temporary")
                 }
@@ -322,12 +298,13 @@ fn sweep(dir: &Path, fresh: &Temporary) {
 struct Temporary {
     path: PathBuf,
     file: fs::File,
+    disk: Arc<dyn Disk>,
 }
 
 impl Drop for Temporary {
     fn drop(&mut self) {
         // Not there after a rename; else a sweep finds what stays.
-        let _ = fs::remove_file(&self.path);
+        let _ = self.disk.remove_file(&self.path);
     }
 }
 
@@ -402,7 +379,8 @@ impl BlobStore for FileStore {
         // Saves writing what is there; the name may still have to be made durable.
         if mode == PutMode::IfAbsent && self.size(key)?.is_some() {
             let path = self.path(key);
-            sync_dir(path.parent().unwrap_or(&self.root))
+            self.disk
+                .sync_dir(path.parent().unwrap_or(&self.root))
                 .map_err(|e| self.fail("write", key.as_str(), e))?;
             return Ok(PutOutcome::Exists);
         }
@@ -413,10 +391,8 @@ impl BlobStore for FileStore {
             store: self,
             temporary,
         };
-        writer
-            .temporary
-            .file
-            .write_all(bytes)
+        self.disk
+            .write(&mut writer.temporary.file, bytes)
             .map_err(|e| self.fail("write", key.as_str(), e))?;
         Box::new(writer).commit(key, mode)
     }
@@ -456,7 +432,7 @@ impl BlobStore for FileStore {
     fn delete(&self, key: &Key) -> Result<bool> {
         let fail = |e| self.fail("delete", key.as_str(), e);
         let path = self.path(key);
-        match fs::remove_file(&path) {
+        match self.disk.remove_file(&path) {
             Ok(()) => {}
             Err(e) if self.is_absent(&e) => return Ok(false),
             Err(e)
@@ -470,12 +446,42 @@ impl BlobStore for FileStore {
             }
             Err(e) => return Err(fail(e)),
         }
-        sync_dir(path.parent().unwrap_or(&self.root)).map_err(fail)?;
+        self.disk
+            .sync_dir(path.parent().unwrap_or(&self.root))
+            .map_err(fail)?;
         Ok(true)
+    }
+
+    fn put_volatile(&self, key: &Key, bytes: &[u8]) -> Result<()> {
+        let fail = |e| self.fail("write", key.as_str(), e);
+        let mut temporary = self.temporary().map_err(fail)?;
+        self.disk.write(&mut temporary.file, bytes).map_err(fail)?;
+        let path = self.path(key);
+        match self.disk.rename(&temporary.path, &path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                self.durable().clear();
+                self.ensure_dir(path.parent().unwrap_or(&self.root))
+                    .map_err(fail)?;
+                self.disk.rename(&temporary.path, &path).map_err(fail)
+            }
+            other => other.map_err(fail),
+        }
+    }
+
+    fn delete_volatile(&self, key: &Key) -> Result<bool> {
+        match self.disk.remove_file(&self.path(key)) {
+            Ok(()) => Ok(true),
+            Err(e) if self.is_absent(&e) => Ok(false),
+            Err(e) => Err(self.fail("delete", key.as_str(), e)),
+        }
     }
 
     fn url(&self) -> String {
         format!("file://{}", self.root.display())
+    }
+
+    fn decides_races(&self) -> bool {
+        true
     }
 }
 
@@ -486,9 +492,9 @@ struct FileWriter<'a> {
 
 impl BlobWriter for FileWriter<'_> {
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        self.temporary
-            .file
-            .write_all(bytes)
+        self.store
+            .disk
+            .write(&mut self.temporary.file, bytes)
             .map_err(|e| self.store.fail("write", "a new object", e))
     }
 
@@ -509,6 +515,7 @@ mod tests {
         Temporary {
             file: fs::File::open(&path).unwrap(),
             path,
+            disk: Arc::new(System),
         }
     }
 
@@ -521,11 +528,15 @@ mod tests {
         let one = temporary(dir.path(), "1", b"one");
         let two = temporary(dir.path(), "2", b"two");
         assert_eq!(
-            rename_if_absent(&one.path, &target, refused()).unwrap(),
+            System
+                .rename_if_absent(&one.path, &target, refused())
+                .unwrap(),
             PutOutcome::Created
         );
         assert_eq!(
-            rename_if_absent(&two.path, &target, refused()).unwrap(),
+            System
+                .rename_if_absent(&two.path, &target, refused())
+                .unwrap(),
             PutOutcome::Exists
         );
         drop((one, two));

@@ -2,18 +2,26 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::SystemTime;
 
 use super::{BlobStore, BlobWriter, ObjectInfo, PutMode, PutOutcome};
 use crate::error::{Result, StoreError};
 use crate::key::Key;
 
-type Objects = BTreeMap<Key, Arc<[u8]>>;
+type Objects = BTreeMap<Key, Object>;
+
+#[derive(Debug, Clone)]
+struct Object {
+    bytes: Arc<[u8]>,
+    modified: SystemTime,
+}
 
 /// A store in memory. Clones share it.
 #[derive(Debug, Clone, Default)]
 pub struct MemStore {
     objects: Arc<RwLock<Objects>>,
+    name: String,
 }
 
 impl MemStore {
@@ -21,6 +29,19 @@ impl MemStore {
     #[must_use]
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// The store called `name` of this process: equal names share one store, which lives as long
+    /// as the process.
+    #[must_use]
+    pub fn named(name: &str) -> Self {
+        static NAMED: Mutex<BTreeMap<String, MemStore>> = Mutex::new(BTreeMap::new());
+        let mut named = NAMED.lock().unwrap_or_else(PoisonError::into_inner);
+        let store = named.entry(name.to_owned()).or_insert_with(|| Self {
+            objects: Arc::default(),
+            name: name.to_owned(),
+        });
+        store.clone()
     }
 
     // Every change of the map is a single call, so a panic elsewhere leaves nothing half done.
@@ -37,14 +58,15 @@ impl MemStore {
         if mode == PutMode::IfAbsent && objects.contains_key(key) {
             return PutOutcome::Exists;
         }
-        objects.insert(key.clone(), bytes);
+        let modified = SystemTime::now();
+        objects.insert(key.clone(), Object { bytes, modified });
         PutOutcome::Created
     }
 }
 
 impl BlobStore for MemStore {
     fn get(&self, key: &Key, max_len: u64) -> Result<Option<Vec<u8>>> {
-        let Some(bytes) = self.read().get(key).cloned() else {
+        let Some(Object { bytes, .. }) = self.read().get(key).cloned() else {
             return Ok(None);
         };
         if bytes.len() as u64 > max_len {
@@ -59,14 +81,14 @@ impl BlobStore for MemStore {
     }
 
     fn get_range(&self, key: &Key, range: Range<u64>) -> Result<Vec<u8>> {
-        let bytes = self
-            .read()
-            .get(key)
-            .cloned()
-            .ok_or_else(|| StoreError::Missing {
-                store: self.url(),
-                key: key.to_string(),
-            })?;
+        let Object { bytes, .. } =
+            self.read()
+                .get(key)
+                .cloned()
+                .ok_or_else(|| StoreError::Missing {
+                    store: self.url(),
+                    key: key.to_string(),
+                })?;
         let part = usize::try_from(range.start)
             .ok()
             .zip(usize::try_from(range.end).ok())
@@ -91,7 +113,7 @@ impl BlobStore for MemStore {
     }
 
     fn size(&self, key: &Key) -> Result<Option<u64>> {
-        Ok(self.read().get(key).map(|b| b.len() as u64))
+        Ok(self.read().get(key).map(|o| o.bytes.len() as u64))
     }
 
     fn list(&self, prefix: &str) -> Result<Vec<ObjectInfo>> {
@@ -100,9 +122,10 @@ impl BlobStore for MemStore {
             .iter()
             .filter(|(key, _)| key.as_str().starts_with(prefix));
         Ok(matching
-            .map(|(key, bytes)| ObjectInfo {
+            .map(|(key, object)| ObjectInfo {
                 key: key.clone(),
-                size: bytes.len() as u64,
+                size: object.bytes.len() as u64,
+                modified: Some(object.modified),
             })
             .collect())
     }
@@ -112,7 +135,11 @@ impl BlobStore for MemStore {
     }
 
     fn url(&self) -> String {
-        "memory:".to_owned()
+        format!("mem://{}", self.name)
+    }
+
+    fn decides_races(&self) -> bool {
+        true
     }
 }
 

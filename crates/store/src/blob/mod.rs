@@ -8,6 +8,7 @@
 //!   complete or is not visible, never half of it.
 
 pub mod contract;
+mod disk;
 mod fault;
 mod file;
 mod mem;
@@ -16,6 +17,7 @@ use std::fmt;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::SystemTime;
 
 pub use fault::{Fault, FaultStore};
 pub use file::FileStore;
@@ -49,6 +51,8 @@ pub struct ObjectInfo {
     pub key: Key,
     /// Its size in bytes.
     pub size: u64,
+    /// When it was written last, by the store's own clock; `None` where the backend does not say.
+    pub modified: Option<SystemTime>,
 }
 
 /// A set of immutable objects. Methods block; a remote backend hides its own runtime.
@@ -97,8 +101,32 @@ pub trait BlobStore: Send + Sync + fmt::Debug {
     /// If the backend fails.
     fn delete(&self, key: &Key) -> Result<bool>;
 
+    /// Writes or replaces an object that a crash of the machine holding the store may lose: one
+    /// that tells what a living process does. Visible to others on return.
+    ///
+    /// # Errors
+    /// As [`BlobStore::put`].
+    fn put_volatile(&self, key: &Key, bytes: &[u8]) -> Result<()> {
+        self.put(key, bytes, PutMode::Overwrite).map(|_| ())
+    }
+
+    /// As [`BlobStore::delete`], but a crash of the machine holding the store may bring it back.
+    ///
+    /// # Errors
+    /// If the backend fails.
+    fn delete_volatile(&self, key: &Key) -> Result<bool> {
+        self.delete(key)
+    }
+
     /// The store's address, for messages and for opening it again.
     fn url(&self) -> String;
+
+    /// Whether [`PutMode::IfAbsent`] decides between writers at once: exactly one is told
+    /// [`PutOutcome::Created`]. Else two may be, and the last one's bytes stay; who cares makes
+    /// sure of it otherwise (FORMAT.md, "Claims"). `false` is always a safe answer.
+    fn decides_races(&self) -> bool {
+        false
+    }
 }
 
 /// An object being written. Dropped without [`BlobWriter::commit`], nothing of it is visible.

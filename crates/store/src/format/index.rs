@@ -51,6 +51,34 @@ pub(crate) struct WireChunk {
 }
 const _: () = assert!(size_of::<WireChunk>() == 40);
 
+/// Bytes of a segment's header and of each pack after it.
+pub(crate) const HEADER_LEN: u64 = 48;
+pub(crate) const PACK_LEN: u64 = 48;
+
+/// The number of packs that a segment's first [`HEADER_LEN`] bytes tell.
+pub(crate) fn pack_count(bytes: &[u8]) -> Result<u32, FormatError> {
+    let (header, _) = split::<Header>(NAME, "header", bytes)?;
+    header.prelude.check_start(NAME, &MAGIC)?;
+    if header.crc.get() != header_crc(header) {
+        return Err(FormatError::new(NAME, "the header's checksum is wrong"));
+    }
+    header.prelude.check_features(NAME)?;
+    Ok(header.pack_count.get())
+}
+
+/// The packs in the bytes that follow the header. Their checksum is not checked.
+pub(crate) fn packs_in(bytes: &[u8], count: u32) -> Result<Vec<IndexPack>, FormatError> {
+    let (packs, _) = split_slice::<WirePack>(NAME, "packs", bytes, count.into())?;
+    Ok(packs
+        .iter()
+        .map(|p| IndexPack {
+            id: p.id,
+            size: p.size.get(),
+            table_offset: p.table_offset.get(),
+        })
+        .collect())
+}
+
 /// A pack that a segment covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct IndexPack {

@@ -208,53 +208,12 @@ impl Locator {
     /// # Errors
     /// If the bytes break the format, are for another map, or do not fit it.
     pub fn parse(bytes: &[u8], map_digest: &Digest, map: &LayerMap) -> Result<Self, FormatError> {
-        let fail = |what: String| Err(FormatError::new(NAME, what));
-        let (header, body) = split::<Header>(NAME, "header", bytes)?;
-        header.prelude.check_start(NAME, &MAGIC)?;
-        if header.crc.get() != header_crc(header) {
-            return fail("the header's checksum is wrong".to_owned());
-        }
-        header.prelude.check_features(NAME)?;
-        if header.body_crc.get() != crc32c::crc32c(body) {
-            return fail("the body's checksum is wrong".to_owned());
-        }
-        if &header.map != map_digest {
-            return fail(format!("it is for map {}, not {map_digest}", header.map));
-        }
-        let (packs, rest) =
-            split_slice::<WirePack>(NAME, "packs", body, header.pack_count.get().into())?;
-        let (frames, rest) =
-            split_slice::<WireFrame>(NAME, "frames", rest, header.frame_count.get().into())?;
-        let (extents, rest) =
-            split_slice::<WireExtent>(NAME, "extents", rest, header.extent_count.get())?;
-        if !rest.is_empty() {
-            return fail(format!("{} bytes follow its extents", rest.len()));
-        }
-        let packs = packs
-            .iter()
-            .map(|p| PackLoc {
-                id: p.id,
-                size: p.size.get(),
-            })
-            .collect();
-        let frames = frames
-            .iter()
-            .map(|f| {
-                Ok(FrameLoc {
-                    pack: f.pack.get(),
-                    codec: Codec::from_wire(NAME, f.codec.get())?,
-                    offset: f.offset.get(),
-                    stored_len: f.stored_len.get(),
-                    raw_len: f.raw_len.get(),
-                    digest: f.digest,
-                })
-            })
-            .collect::<Result<Vec<_>, FormatError>>()?;
+        let (places, extents) = Places::split(bytes, map_digest)?;
         let extents = extents
             .iter()
             .map(|e| (e.frame.get(), e.offset.get()))
             .collect();
-        Self::new(*map_digest, map, packs, frames, extents)
+        Self::new(*map_digest, map, places.packs, places.frames, extents)
     }
 
     /// The locator's bytes, as [`Locator::parse`] reads them.
@@ -355,6 +314,79 @@ impl Locator {
     #[must_use]
     pub fn stored_bytes(&self) -> u64 {
         self.frames.iter().map(|f| u64::from(f.stored_len)).sum()
+    }
+}
+
+/// The packs and frames that a locator names, without its extents: enough to tell what it uses.
+#[derive(Debug)]
+pub(crate) struct Places {
+    pub(crate) packs: Vec<PackLoc>,
+    pub(crate) frames: Vec<FrameLoc>,
+}
+
+impl Places {
+    /// Parses a locator without its map. Whether its extents fit the map is not checked.
+    pub(crate) fn parse(bytes: &[u8], map_digest: &Digest) -> Result<Self, FormatError> {
+        let (places, _) = Self::split(bytes, map_digest)?;
+        for (i, frame) in places.frames.iter().enumerate() {
+            let pack = usize::try_from(frame.pack)
+                .ok()
+                .and_then(|p| places.packs.get(p))
+                .ok_or_else(|| {
+                    FormatError::new(NAME, format!("frame {i} is in pack {}", frame.pack))
+                })?;
+            check_frame(i, frame, pack.size)?;
+        }
+        Ok(places)
+    }
+
+    fn split<'a>(
+        bytes: &'a [u8],
+        map_digest: &Digest,
+    ) -> Result<(Self, &'a [WireExtent]), FormatError> {
+        let fail = |what: String| Err(FormatError::new(NAME, what));
+        let (header, body) = split::<Header>(NAME, "header", bytes)?;
+        header.prelude.check_start(NAME, &MAGIC)?;
+        if header.crc.get() != header_crc(header) {
+            return fail("the header's checksum is wrong".to_owned());
+        }
+        header.prelude.check_features(NAME)?;
+        if header.body_crc.get() != crc32c::crc32c(body) {
+            return fail("the body's checksum is wrong".to_owned());
+        }
+        if &header.map != map_digest {
+            return fail(format!("it is for map {}, not {map_digest}", header.map));
+        }
+        let (packs, rest) =
+            split_slice::<WirePack>(NAME, "packs", body, header.pack_count.get().into())?;
+        let (frames, rest) =
+            split_slice::<WireFrame>(NAME, "frames", rest, header.frame_count.get().into())?;
+        let (extents, rest) =
+            split_slice::<WireExtent>(NAME, "extents", rest, header.extent_count.get())?;
+        if !rest.is_empty() {
+            return fail(format!("{} bytes follow its extents", rest.len()));
+        }
+        let packs = packs
+            .iter()
+            .map(|p| PackLoc {
+                id: p.id,
+                size: p.size.get(),
+            })
+            .collect();
+        let frames = frames
+            .iter()
+            .map(|f| {
+                Ok(FrameLoc {
+                    pack: f.pack.get(),
+                    codec: Codec::from_wire(NAME, f.codec.get())?,
+                    offset: f.offset.get(),
+                    stored_len: f.stored_len.get(),
+                    raw_len: f.raw_len.get(),
+                    digest: f.digest,
+                })
+            })
+            .collect::<Result<Vec<_>, FormatError>>()?;
+        Ok((Self { packs, frames }, extents))
     }
 }
 

@@ -179,6 +179,8 @@ impl IndexSet {
         };
         let table = match self.store.pack_table(&pack) {
             Ok(table) => Some(Arc::new(table)),
+            // Collected since the index was written: no reason to speak of it.
+            Err(StoreError::Missing { .. }) => None,
             Err(error) if is_unusable(&error) => {
                 self.warn(format!("not used: {error}"));
                 None

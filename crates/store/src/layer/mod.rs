@@ -29,7 +29,7 @@ use crate::manifest::{Blob, MAX_MANIFEST_BYTES, Manifest};
 use crate::reference::Reference;
 
 /// Largest marker or reference object in bytes.
-const MAX_SMALL: u64 = 64 << 10;
+pub(crate) const MAX_SMALL: u64 = 64 << 10;
 
 /// Layers in one store. Cheap to clone; nothing is read until asked for.
 #[derive(Debug, Clone)]
@@ -80,6 +80,15 @@ impl LayerStore {
         }
     }
 
+    /// The same store through a wrapper of its backend. What is known of the marker stays known.
+    pub(crate) fn over(&self, blobs: Arc<dyn BlobStore>) -> Self {
+        let store = Self::new(blobs);
+        if self.inner.known.get().is_some() {
+            let _ = store.inner.known.set(());
+        }
+        store
+    }
+
     /// The backend.
     #[must_use]
     pub fn blobs(&self) -> &Arc<dyn BlobStore> {
@@ -93,7 +102,7 @@ impl LayerStore {
     }
 
     /// Reads the marker once. `false`: there is none, so nothing was ever written here.
-    fn check_marker(&self) -> Result<bool> {
+    pub(crate) fn check_marker(&self) -> Result<bool> {
         if self.inner.known.get().is_some() {
             return Ok(true);
         }
@@ -148,18 +157,18 @@ impl LayerStore {
         Ok(Some(self.missing(&Key::marker())))
     }
 
-    fn bad(&self, key: &Key, error: &FormatError) -> StoreError {
+    pub(crate) fn bad(&self, key: &Key, error: &FormatError) -> StoreError {
         StoreError::format(&self.inner.url, key.as_str(), error)
     }
 
-    fn missing(&self, key: &Key) -> StoreError {
+    pub(crate) fn missing(&self, key: &Key) -> StoreError {
         StoreError::Missing {
             store: self.inner.url.clone(),
             key: key.as_str().to_owned(),
         }
     }
 
-    fn corrupt(&self, key: &Key, what: impl Into<String>) -> StoreError {
+    pub(crate) fn corrupt(&self, key: &Key, what: impl Into<String>) -> StoreError {
         StoreError::Corrupt {
             store: self.inner.url.clone(),
             key: key.as_str().to_owned(),
@@ -182,7 +191,7 @@ impl LayerStore {
             })
     }
 
-    fn read_ref(&self, reference: &Reference) -> Result<Option<Digest>> {
+    pub(crate) fn read_ref(&self, reference: &Reference) -> Result<Option<Digest>> {
         let key = Key::reference(reference);
         let bytes = match self.inner.blobs.get(&key, MAX_SMALL) {
             Ok(Some(bytes)) => bytes,
@@ -372,12 +381,14 @@ impl LayerStore {
         }
     }
 
-    /// Begins to write a layer.
+    /// Begins to write a layer, under a session that keeps collectors from deleting what it relies
+    /// on.
     ///
     /// # Errors
-    /// If the options are not allowed or the store's index cannot be read.
+    /// If the options are not allowed, the session cannot be registered, or the store's index
+    /// cannot be read.
     pub fn writer(&self, options: WriterOptions) -> Result<LayerWriter> {
-        LayerWriter::new(self.clone(), options)
+        LayerWriter::new(self.guarded()?, options)
     }
 }
 

@@ -10,6 +10,7 @@
 )]
 
 mod chunker;
+mod collecting;
 mod damage;
 mod faults;
 mod full_disk;

@@ -77,7 +77,10 @@ fn packs_do_not_depend_on_threads() {
             },
         )
         .unwrap();
-        blobs.list("").unwrap()
+        let objects = blobs.list("").unwrap().into_iter();
+        objects
+            .map(|object| (object.key, object.size))
+            .collect::<Vec<_>>()
     };
     let one = objects(1);
     assert_eq!(one, objects(4));

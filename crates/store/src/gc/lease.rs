@@ -1,0 +1,200 @@
+//! Leases: objects by which the users of a store tell collectors what they rely on.
+//!
+//! A *session* is a writer's: it says which condemned lists the writer knows, and which condemned
+//! objects it claims back. A *node*'s lease names the manifests that it has mounted. A lease lives
+//! as long as its holder renews it; its age is told by the store's clock where the store has one.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+
+use super::sealed::{seal, unseal};
+use super::session::SESSION_TTL;
+use crate::blob::{BlobStore, ObjectInfo, PutMode};
+use crate::digest::Digest;
+use crate::error::{FormatError, Result, StoreError};
+use crate::key::Key;
+
+pub(super) const NAME: &str = "lease";
+/// Largest lease in bytes.
+const MAX_LEASE: u64 = 16 << 20;
+/// No lease lasts longer without being renewed, whatever it says.
+const MAX_TTL: Duration = Duration::from_secs(2 * 24 * 60 * 60);
+/// Where the store has no clock, the holder's and the reader's clocks may differ by this much.
+const SKEW: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// What holds a lease.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LeaseKind {
+    /// A node that has layers mounted.
+    Node,
+    /// A writer: of a layer, a copy, a repack.
+    Session,
+    /// A collector. Protects nothing; its age is the store's time.
+    Collector,
+}
+
+/// A lease as stored.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lease {
+    /// 1.
+    format: u32,
+    /// What holds it.
+    pub kind: LeaseKind,
+    /// Who holds it, for people.
+    pub who: String,
+    /// When it was taken: seconds since 1970 by the holder's clock.
+    pub started: u64,
+    /// When it was renewed last, by the same clock.
+    pub renewed: u64,
+    /// Seconds that it lasts without being renewed.
+    pub ttl: u64,
+    /// Digests of the manifests that it keeps, with all that they name.
+    #[serde(default)]
+    pub manifests: BTreeSet<Digest>,
+    /// Condemned lists that a session has read.
+    #[serde(default)]
+    pub(super) knows: BTreeSet<String>,
+    /// Condemned objects that a session relies on all the same.
+    #[serde(default)]
+    pub(super) claims: BTreeSet<String>,
+}
+
+impl Lease {
+    pub(super) fn new(kind: LeaseKind, who: String, ttl: Duration) -> Self {
+        let now = unix_now();
+        Self {
+            format: 1,
+            kind,
+            who,
+            started: now,
+            renewed: now,
+            ttl: ttl.as_secs().max(1),
+            manifests: BTreeSet::new(),
+            knows: BTreeSet::new(),
+            claims: BTreeSet::new(),
+        }
+    }
+
+    pub(super) fn ttl(&self) -> Duration {
+        Duration::from_secs(self.ttl).min(MAX_TTL)
+    }
+
+    /// Writes it with the present time. A node's outlives a crash of its machine, since the node's
+    /// mounts come back. Nobody is left who needs a session after a crash, so that it costs no
+    /// waiting for the disk.
+    pub(super) fn put(&mut self, blobs: &dyn BlobStore, key: &Key) -> Result<()> {
+        self.renewed = unix_now();
+        let bytes = seal(NAME, self)?;
+        match self.kind {
+            LeaseKind::Node => blobs.put(key, &bytes, PutMode::Overwrite).map(|_| ()),
+            LeaseKind::Session | LeaseKind::Collector => blobs.put_volatile(key, &bytes),
+        }
+    }
+
+    fn parse(bytes: &[u8]) -> Result<Self, FormatError> {
+        let lease: Self = unseal(NAME, bytes)?;
+        if lease.format != 1 {
+            let what = format!("its format is {}, known is 1", lease.format);
+            return Err(FormatError::newer(NAME, what));
+        }
+        Ok(lease)
+    }
+
+    /// Whether its holder has not renewed it in time. `false` in doubt.
+    fn has_expired(&self, modified: Option<SystemTime>, now: Option<SystemTime>) -> bool {
+        let ttl = self.ttl();
+        match (modified, now) {
+            (Some(modified), Some(now)) => now.duration_since(modified).is_ok_and(|age| age > ttl),
+            _ => unix_now().saturating_sub(self.renewed) > (ttl + SKEW).as_secs(),
+        }
+    }
+}
+
+/// Seconds since 1970 by this machine's clock.
+pub(super) fn unix_now() -> u64 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |d| d.as_secs())
+}
+
+/// 128 bits in hexadecimal that nobody else has.
+pub(super) fn random_id() -> Result<String> {
+    let mut bytes = [0_u8; 16];
+    getrandom::fill(&mut bytes).map_err(|e| StoreError::InvalidInput {
+        object: "an identifier".to_owned(),
+        what: format!("the system has no random numbers: {e}"),
+    })?;
+    Ok(hex::encode(bytes))
+}
+
+/// This machine and process, for people.
+pub(super) fn this_process() -> String {
+    let name = rustix::system::uname();
+    let host = name.nodename().to_string_lossy().into_owned();
+    format!("{host} process {}", std::process::id())
+}
+
+/// All leases of a store.
+#[derive(Debug, Default)]
+pub(super) struct Leases {
+    /// By key.
+    pub(super) live: BTreeMap<Key, Lease>,
+    /// Not renewed in time.
+    pub(super) expired: Vec<Key>,
+    /// What cannot be read counts as used: one line each, with the key.
+    pub(super) unknown: Vec<(Key, String)>,
+}
+
+impl Leases {
+    /// Reads them; `now` is the store's time, if it has one.
+    pub(super) fn read(blobs: &dyn BlobStore, now: Option<SystemTime>) -> Result<Self> {
+        let mut leases = Self::default();
+        for ObjectInfo { key, modified, .. } in blobs.list("leases/")? {
+            let read = blobs.get(&key, MAX_LEASE).and_then(|bytes| {
+                bytes
+                    .map(|bytes| {
+                        Lease::parse(&bytes)
+                            .map_err(|e| StoreError::format(&blobs.url(), key.as_str(), &e))
+                    })
+                    .transpose()
+            });
+            match read {
+                Ok(None) => {} // released meanwhile
+                Ok(Some(lease)) if lease.has_expired(modified, now) => leases.expired.push(key),
+                Ok(Some(lease)) => {
+                    leases.live.insert(key, lease);
+                }
+                Err(error) if error.is_damage() && is_too_old(&key, modified, now) => {
+                    leases.expired.push(key);
+                }
+                Err(error) => leases.unknown.push((key, error.to_string())),
+            }
+        }
+        Ok(leases)
+    }
+}
+
+/// Whether a lease that cannot be read would have expired whatever it says. A crash leaves damaged
+/// sessions: they are not written durably.
+fn is_too_old(key: &Key, modified: Option<SystemTime>, now: Option<SystemTime>) -> bool {
+    let session = key.as_str().starts_with("leases/session-")
+        || key.as_str().starts_with("leases/collector-");
+    let longest = if session { SESSION_TTL } else { MAX_TTL };
+    modified
+        .zip(now)
+        .is_some_and(|(modified, now)| now.duration_since(modified).is_ok_and(|age| age > longest))
+}
+
+/// The store's time, told by an object that was written `ago`.
+pub(super) fn store_time(
+    blobs: &dyn BlobStore,
+    key: &Key,
+    ago: Duration,
+) -> Result<Option<SystemTime>> {
+    let listed = blobs.list(key.as_str())?;
+    let own = listed.into_iter().find(|object| &object.key == key);
+    Ok(own.and_then(|object| object.modified?.checked_add(ago)))
+}

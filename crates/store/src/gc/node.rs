@@ -1,0 +1,164 @@
+//! The lease of a node: which manifests it has mounted.
+//!
+//! A layer is protected from the return of [`NodeLease::hold`] on: the lease is written first, then a
+//! collector that is deleting just then is waited for. It read the leases after it wrote its marker,
+//! so it either saw this one, or is seen here.
+
+use std::collections::BTreeSet;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::condemned::{Condemned, CondemnedList};
+use super::lease::{Lease, LeaseKind, store_time};
+use super::session::BootInstant;
+use crate::digest::Digest;
+use crate::error::{Result, StoreError};
+use crate::key::Key;
+use crate::layer::LayerStore;
+
+/// A node's lease in one store. It outlives the process that took it, until it expires.
+#[derive(Debug)]
+pub struct NodeLease {
+    store: LayerStore,
+    key: Key,
+    /// How long it lasts without being renewed.
+    ttl: Duration,
+    /// How long a collector that deletes is waited for.
+    patience: Duration,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    lease: Lease,
+    /// When it was written last by this process.
+    written: Option<BootInstant>,
+}
+
+impl NodeLease {
+    /// The lease named `id` (letters, digits, `-`) of the node that people know as `who`. Nothing is
+    /// written yet. A lease of that name that an earlier process took is replaced by the first
+    /// [`NodeLease::hold`].
+    ///
+    /// # Errors
+    /// If `id` cannot be part of a key.
+    pub fn new(
+        store: &LayerStore,
+        id: &str,
+        who: String,
+        ttl: Duration,
+        patience: Duration,
+    ) -> Result<Self> {
+        Ok(Self {
+            store: store.clone(),
+            key: Key::lease(&format!("node-{id}"))?,
+            ttl,
+            patience,
+            state: Mutex::new(State {
+                lease: Lease::new(LeaseKind::Node, who, ttl),
+                written: None,
+            }),
+        })
+    }
+
+    /// Has the lease name at least these manifests before it returns.
+    ///
+    /// # Errors
+    /// If it cannot be written (then they are not protected), or [`StoreError::Collecting`] if a
+    /// collector that deletes one of them does not end in time.
+    pub fn hold(&self, manifests: &[Digest]) -> Result<()> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let fresh: Vec<Digest> = manifests
+            .iter()
+            .filter(|digest| !state.lease.manifests.contains(digest))
+            .copied()
+            .collect();
+        if fresh.is_empty() && state.written.is_some() {
+            return Ok(());
+        }
+        state.lease.manifests.extend(manifests);
+        let written = self.write(&mut state);
+        if written.is_err() {
+            for digest in &fresh {
+                state.lease.manifests.remove(digest);
+            }
+        }
+        written?;
+        drop(state);
+        self.wait_for_sweeps(manifests)
+    }
+
+    fn write(&self, state: &mut State) -> Result<()> {
+        let begun = BootInstant::now();
+        state.lease.put(&**self.store.blobs(), &self.key)?;
+        state.written = Some(begun);
+        Ok(())
+    }
+
+    fn wait_for_sweeps(&self, manifests: &[Digest]) -> Result<()> {
+        let blobs = &**self.store.blobs();
+        let begun = Instant::now();
+        loop {
+            let mut busy = None;
+            let sweeps = Condemned::sweeps(blobs)?;
+            let now = match sweeps.is_empty() {
+                true => return Ok(()),
+                false => store_time(blobs, &self.key, begun.elapsed())?,
+            };
+            for sweep in sweeps.iter().filter(|sweep| sweep.is_live(now)) {
+                let list = CondemnedList::get(blobs, &Key::condemned(&sweep.list)?, &sweep.list)?;
+                let touched = manifests.iter().find(|digest| {
+                    list.as_ref()
+                        .is_none_or(|list| list.keys.contains(Key::manifest(digest).as_str()))
+                });
+                busy = busy.or(touched);
+            }
+            let Some(digest) = busy else { return Ok(()) };
+            if begun.elapsed() > self.patience {
+                return Err(StoreError::Collecting {
+                    store: self.store.url().to_owned(),
+                    key: Key::manifest(digest).to_string(),
+                });
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Has the lease name exactly these manifests, and renews it if that is due. Removes it if there
+    /// are none.
+    ///
+    /// # Errors
+    /// If it cannot be written; it then protects what it did until it expires.
+    pub fn update(&self, manifests: BTreeSet<Digest>) -> Result<()> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if manifests.is_empty() {
+            if state.written.is_some() || !state.lease.manifests.is_empty() {
+                state.lease.manifests = manifests;
+                self.store.blobs().delete_volatile(&self.key)?;
+                state.written = None;
+            }
+            return Ok(());
+        }
+        let due = state
+            .written
+            .is_none_or(|written| written.elapsed() > self.ttl / 8);
+        if !due && manifests == state.lease.manifests {
+            return Ok(());
+        }
+        let before = std::mem::replace(&mut state.lease.manifests, manifests);
+        let written = self.write(&mut state);
+        if written.is_err() {
+            let now = std::mem::take(&mut state.lease.manifests);
+            // Neither set is known to be there: claim both when it works again.
+            state.written = None;
+            state.lease.manifests = now.union(&before).copied().collect();
+        }
+        written
+    }
+
+    /// The store that it is in.
+    #[must_use]
+    pub fn store(&self) -> &LayerStore {
+        &self.store
+    }
+}
