@@ -68,7 +68,7 @@ pub(crate) struct Global {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Pack a directory or an archive into a layer and publish it
-    Build(BuildArgs),
+    Build(Box<BuildArgs>),
     /// Collapse consecutive layers into one over the same data
     Merge(MergeArgs),
     /// Write a stack of layers as an archive or a container image

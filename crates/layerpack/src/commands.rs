@@ -14,6 +14,7 @@ mod pack_diff;
 mod rm;
 mod run;
 mod sandbox;
+mod split;
 mod umount;
 mod verify;
 
@@ -53,7 +54,7 @@ fn is_daemon(command: &Command) -> bool {
 
 fn dispatch(context: &Context, command: Command) -> Outcome {
     match command {
-        Command::Build(args) => build::run(context, args),
+        Command::Build(args) => build::run(context, *args),
         Command::Ls(args) => ls::run(context, &args),
         Command::Inspect(args) => inspect::run(context, &args),
         Command::Verify(args) => verify::run(context, &args),

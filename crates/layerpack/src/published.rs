@@ -2,7 +2,7 @@
 
 use std::io;
 
-use layerpack_packer::EntryCounts;
+use layerpack_packer::{EntryCounts, GitIndex};
 use layerpack_store::PublishOutcome;
 use serde::Serialize;
 
@@ -25,6 +25,9 @@ pub(crate) struct Published {
     meta_bytes: u64,
     store: Written,
     cpu_seconds: f64,
+    /// Git indexes that were looked at, with `--git-index`.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    git: Vec<GitIndex>,
     warnings: Vec<String>,
 }
 
@@ -63,26 +66,41 @@ impl Published {
                 reused_chunks: stats.reused_chunks,
             },
             cpu_seconds,
+            git: Vec::new(),
             warnings,
+        }
+    }
+
+    /// With the git indexes that were looked at.
+    pub(crate) fn with_git(mut self, git: Vec<GitIndex>) -> Self {
+        self.git = git;
+        self
+    }
+
+    /// Says the figures on stderr.
+    pub(crate) fn note(&self) {
+        let counts = &self.counts;
+        note(&format!(
+            "{} files, {} directories, {}; {} new in the store{}",
+            counts.files,
+            counts.directories,
+            human_bytes(counts.bytes),
+            human_bytes(self.store.new_bytes),
+            if self.created {
+                ""
+            } else {
+                ", already published"
+            },
+        ));
+        for index in &self.git {
+            note(&git_line(index));
         }
     }
 
     /// Prints reference and digest to stdout, the figures to stderr.
     pub(crate) fn print(&self, context: &Context) -> io::Result<()> {
         if !context.quiet && context.format == crate::output::Format::Text {
-            let counts = &self.counts;
-            note(&format!(
-                "{} files, {} directories, {}; {} new in the store{}",
-                counts.files,
-                counts.directories,
-                human_bytes(counts.bytes),
-                human_bytes(self.store.new_bytes),
-                if self.created {
-                    ""
-                } else {
-                    ", already published"
-                },
-            ));
+            self.note();
         }
         print(context.format, self, |out| writeln!(out, "{}", self.line()))
     }
@@ -91,6 +109,27 @@ impl Published {
     pub(crate) fn line(&self) -> String {
         format!("{} {}", self.reference, self.digest)
     }
+}
+
+fn git_line(index: &GitIndex) -> String {
+    let path = &index.path;
+    if let Some(why) = &index.left_alone {
+        return format!("git index /{path} is left as it is: {why}");
+    }
+    let mut line = format!(
+        "git index /{path}: {} of {} entries refreshed",
+        index.refreshed, index.entries
+    );
+    if index.differing > 0 {
+        line.push_str(&format!(
+            ", {} have other contents than committed or staged",
+            index.differing
+        ));
+    }
+    if index.missing > 0 {
+        line.push_str(&format!(", {} are not in the layer", index.missing));
+    }
+    line
 }
 
 /// The platform asked for, or this machine's, in the words of OCI.

@@ -7,12 +7,15 @@ use crate::dir::DirSource;
 use crate::dir_view::Plain;
 use crate::error::{PackError, Result};
 use crate::filter::Filter;
+use crate::git::Git;
 use crate::layout;
 use crate::model::Layer;
 use crate::options::{BuildOptions, BuildReport, Progress, Source};
 use crate::path::{components, escapes};
+use crate::split::{self, Said, Split, SplitReport};
 use crate::tar::{self, Reader};
 use crate::tar_source::TarSource;
+use crate::warnings::Warnings;
 
 /// Packs `options.source` and publishes it as `options.reference`.
 ///
@@ -26,19 +29,19 @@ pub fn build(
     progress: &dyn Progress,
 ) -> Result<BuildReport> {
     let clock = crate::cpu::Clock::start();
-    let filter = Filter::new(&options.excludes, &options.xattrs, &options.limits)?;
-    let kind = options.reference.kind;
-    let mut layer = Layer::new(kind == Kind::Base);
-    let start = start_directory(&mut layer, options)?;
-    let read = read(store, options, &filter, start, &mut layer, progress);
-    let mut warnings = std::mem::take(&mut layer.warnings);
-    let made = read.and_then(|writer| {
-        progress.phase("publish");
-        layer.settle()?;
-        warnings.absorb(std::mem::take(&mut layer.warnings));
-        if let Some(epoch) = options.source_date_epoch {
-            layer.clamp_times(epoch);
-        }
+    let Filled {
+        mut layer,
+        mut writer,
+        warnings,
+        git,
+    } = fill(store, options, progress)?;
+    progress.phase("publish");
+    let mut indexes = Vec::new();
+    let refreshed = git.map_or(Ok(Vec::new()), |mut git| {
+        git.refresh(&mut layer, &mut writer)
+    });
+    let made = refreshed.and_then(|refreshed| {
+        indexes = refreshed;
         let mut finished = layout::finish(layer, options.reference.clone())?;
         let draft = &mut finished.draft;
         draft.platform.clone_from(&options.platform);
@@ -55,7 +58,79 @@ pub fn build(
         meta_bytes,
         warnings,
         cpu_seconds: clock.seconds(),
+        git: indexes,
     })
+}
+
+/// Packs `options.source` as a base, splits it and publishes the parts under the references of
+/// `split`. `options.reference` names nothing but must be of kind base.
+///
+/// # Errors
+/// As [`build`]. All parts are laid out before the first is published; those that were published
+/// before one failed stay, and are right by themselves.
+pub fn build_split(
+    store: &LayerStore,
+    options: &BuildOptions,
+    split: &Split,
+    progress: &dyn Progress,
+) -> Result<SplitReport> {
+    let clock = crate::cpu::Clock::start();
+    split::check(options.reference.kind)?;
+    let filled = fill(store, options, progress)?;
+    let said = Said {
+        platform: &options.platform,
+        labels: &options.labels,
+        annotations: &options.annotations,
+        level: options.level,
+        clock: &clock,
+    };
+    split::publish(store, split, filled, &said, progress)
+}
+
+/// A layer that is ready to be laid out, and what its source left to be done.
+pub(crate) struct Filled {
+    /// The layer.
+    pub layer: Layer,
+    /// What stores its contents.
+    pub writer: LayerWriter,
+    /// What was dropped or altered.
+    pub warnings: Warnings,
+    /// What was seen of git's indexes, if they are to be refreshed.
+    pub git: Option<Git>,
+}
+
+/// Reads the source.
+fn fill(store: &LayerStore, options: &BuildOptions, progress: &dyn Progress) -> Result<Filled> {
+    let mut git = options.git_index.then(Git::default);
+    let filter = Filter::new(&options.excludes, &options.xattrs, &options.limits)?
+        .with(&options.includes, &options.owners)?;
+    let mut layer = Layer::new(options.reference.kind == Kind::Base);
+    let start = start_directory(&mut layer, options)?;
+    let read = read(
+        store,
+        options,
+        &filter,
+        start,
+        &mut layer,
+        git.as_mut(),
+        progress,
+    );
+    let settled = read.and_then(|writer| layer.settle().map(|()| writer));
+    let warnings = std::mem::take(&mut layer.warnings);
+    match settled {
+        Ok(writer) => {
+            if let Some(epoch) = options.source_date_epoch {
+                layer.clamp_times(epoch);
+            }
+            Ok(Filled {
+                layer,
+                writer,
+                warnings,
+                git,
+            })
+        }
+        Err(error) => Err(warnings.tell(error, progress)),
+    }
 }
 
 /// Reads the source into `layer`; its contents go through the writer that comes back.
@@ -65,6 +140,7 @@ fn read(
     filter: &Filter,
     start: NodeId,
     layer: &mut Layer,
+    git: Option<&mut Git>,
     progress: &dyn Progress,
 ) -> Result<LayerWriter> {
     // A base's root is its own. Of anything else it is where the source happened to lie, and the
@@ -80,11 +156,12 @@ fn read(
             progress.phase("scan");
             let view = Plain {
                 xattrs: &filter.xattrs,
+                owners: &filter.owners,
             };
             let mut source = DirSource::open(path, &view, filter, options.limits, progress)?;
             source.scan(layer, start, defines_root)?;
             progress.phase("read");
-            source.store(layer, &mut writer)?;
+            source.store(layer, &mut writer, git)?;
         }
         Source::Tar(path) => {
             progress.phase("read");
@@ -98,6 +175,7 @@ fn read(
                 start,
                 defines_root,
                 progress,
+                git,
                 kept_back: Vec::new(),
                 kept_bytes: 0,
             };

@@ -147,7 +147,7 @@ pub(crate) fn store_small(writer: &mut LayerWriter, bytes: &[u8]) -> Result<Cont
 }
 
 /// The error that a source put into an I/O error on its way through the writer.
-fn unwrap(error: StoreError) -> PackError {
+pub(crate) fn unwrap(error: StoreError) -> PackError {
     match error {
         StoreError::Input(source) => match source.downcast::<PackError>() {
             Ok(error) => error,

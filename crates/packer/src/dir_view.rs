@@ -6,6 +6,7 @@ use rustix::fs::{FileType, Stat};
 
 use crate::dir::{Meaning, View, metadata};
 use crate::error::Result;
+use crate::owner::Ownership;
 use crate::warnings::Warnings;
 use crate::xattrs::{Allowed, is_overlay};
 
@@ -13,6 +14,8 @@ use crate::xattrs::{Allowed, is_overlay};
 pub(crate) struct Plain<'a> {
     /// Attributes to keep.
     pub xattrs: &'a Allowed,
+    /// Whose things are.
+    pub owners: &'a Ownership,
 }
 
 impl View for Plain<'_> {
@@ -36,8 +39,8 @@ impl View for Plain<'_> {
             return Ok(Meaning::Nothing);
         }
         self.xattrs.filter(path, &mut xattrs, warnings)?;
-        let metadata = metadata(stat, xattrs);
-        crate::owner::check(path, &metadata)?;
+        let mut metadata = metadata(stat, xattrs);
+        self.owners.apply(path, &mut metadata, warnings)?;
         Ok(Meaning::Entry {
             metadata,
             opaque: false,

@@ -3,6 +3,7 @@
 use crate::error::{PackError, Result};
 use crate::glob::Globs;
 use crate::options::Limits;
+use crate::owner::{Owners, Ownership};
 use crate::path::components;
 use crate::xattrs::Allowed;
 
@@ -10,6 +11,9 @@ use crate::xattrs::Allowed;
 #[derive(Debug, Clone)]
 pub(crate) struct Filter {
     globs: Globs,
+    includes: Globs,
+    /// Whose things are.
+    pub owners: Ownership,
     /// Attributes to keep.
     pub xattrs: Allowed,
 }
@@ -18,9 +22,31 @@ impl Filter {
     /// Parses patterns and names.
     pub(crate) fn new(excludes: &[String], xattrs: &[String], limits: &Limits) -> Result<Self> {
         Ok(Self {
-            globs: Globs::new(excludes)?,
+            globs: Globs::new("exclude", excludes)?,
+            includes: Globs::default(),
+            owners: Ownership::new(&Owners::default())?,
             xattrs: Allowed::new(xattrs, limits.max_xattr_value)?,
         })
+    }
+
+    /// The same with what alone is wanted (nothing: all is), and whose things are to be.
+    pub(crate) fn with(mut self, includes: &[String], owners: &Owners) -> Result<Self> {
+        self.includes = Globs::new("include", includes)?;
+        self.owners = Ownership::new(owners)?;
+        Ok(self)
+    }
+
+    /// Whether only some of the source is wanted.
+    pub(crate) fn selects(&self) -> bool {
+        !self.includes.is_empty()
+    }
+
+    /// Whether the path, or a directory on the way to it, is wanted.
+    pub(crate) fn includes(&self, path: &[u8], directory: bool) -> bool {
+        self.includes.is_empty()
+            || self
+                .includes
+                .matches_any_prefix(&components(path), directory)
     }
 
     /// Whether the path, or a directory on the way to it, is to be left out.

@@ -1,10 +1,10 @@
-//! Exclude patterns over path bytes.
+//! Patterns over path bytes.
 //!
 //! `*` matches any bytes but `/`, `?` one byte but `/`, `**` as a whole component any number of
 //! components, `[...]` one of a set (`[!...]` none of it), `\` takes the next byte as it is. A
 //! pattern with a `/` other than at its end is matched against the whole path from the source's
 //! root; one without against the name alone, at any depth. A `/` at the end matches directories
-//! only. What is below a matched directory is left out with it.
+//! only. What is below a matched directory goes with it.
 
 use crate::error::{PackError, Result};
 
@@ -40,13 +40,13 @@ enum Token {
 }
 
 impl Globs {
-    /// Parses all patterns.
-    pub(crate) fn new(patterns: &[String]) -> Result<Self> {
+    /// Parses all patterns of the option called `option`.
+    pub(crate) fn new(option: &str, patterns: &[String]) -> Result<Self> {
         let patterns = patterns
             .iter()
             .map(|text| {
                 parse(text.as_bytes()).map_err(|why| PackError::InvalidOption {
-                    option: format!("exclude {text:?}"),
+                    option: format!("{option} {text:?}"),
                     why: why.to_owned(),
                 })
             })
@@ -224,7 +224,7 @@ mod tests {
     fn hit(pattern: &str, path: &str) -> bool {
         let directory = path.ends_with('/');
         let names = crate::path::components(path.as_bytes());
-        Globs::new(&[pattern.to_owned()])
+        Globs::new("exclude", &[pattern.to_owned()])
             .unwrap()
             .matches_any_prefix(&names, directory)
     }
@@ -263,7 +263,7 @@ mod tests {
             assert!(!hit(pattern, path), "{pattern} {path}");
         }
         for bad in ["", "/", "[a", "a\\", "[a-"] {
-            assert!(Globs::new(&[bad.to_owned()]).is_err(), "{bad}");
+            assert!(Globs::new("exclude", &[bad.to_owned()]).is_err(), "{bad}");
         }
     }
 

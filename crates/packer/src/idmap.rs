@@ -36,6 +36,11 @@ impl IdMap {
         })
     }
 
+    /// Whether all ids stay as they are.
+    pub(crate) fn is_identity(&self) -> bool {
+        self.ranges.is_empty()
+    }
+
     /// The id inside of one on disk.
     pub(crate) fn inside(&self, path: &[u8], outside: u32) -> Result<u32> {
         if self.ranges.is_empty() {
@@ -47,7 +52,7 @@ impl IdMap {
         });
         found.ok_or_else(|| {
             let why = format!(
-                "its {} {outside} is outside of the sandbox's id map; give it an owner within the map, or exclude it",
+                "its {} {outside} is outside of the id map; give it an owner within the map, widen the map, or exclude it",
                 self.what
             );
             PackError::unsupported(path, why)

@@ -34,7 +34,36 @@ pub(crate) struct Finished {
 
 /// Lays out `layer`. Its whiteouts must be settled.
 pub(crate) fn finish(mut layer: Layer, reference: Reference) -> Result<Finished> {
-    let (files, counts) = survey(&layer);
+    let (meta, map, counts) = arrange(&mut layer)?;
+    let meta_bytes = meta.len() as u64;
+    let mut draft = Draft::new(reference, meta, map);
+    draft.counts = Counts {
+        files: counts.files,
+        directories: counts.directories,
+        symlinks: counts.symlinks,
+        others: counts.others + counts.whiteouts,
+        bytes: counts.bytes,
+    };
+    draft.parameters = BTreeMap::from([
+        ("pack-rules".to_owned(), RULES.to_owned()),
+        ("chunker".to_owned(), Params::default().to_string()),
+    ]);
+    Ok(Finished {
+        draft,
+        counts,
+        meta_bytes,
+    })
+}
+
+/// The metadata image that [`finish`] will make, as long as nothing but the contents of files
+/// changes, and neither their sizes nor their holes do.
+pub(crate) fn image(layer: &mut Layer) -> Result<Vec<u8>> {
+    Ok(arrange(layer)?.0)
+}
+
+/// Gives all contents their addresses and writes metadata and map.
+fn arrange(layer: &mut Layer) -> Result<(Vec<u8>, LayerMap, EntryCounts)> {
+    let (files, counts) = survey(layer);
     layer.mark_whiteouts();
     let mut addresses = Addresses::default();
     let (small, large): (Vec<_>, Vec<_>) = files.into_iter().partition(|id| {
@@ -62,24 +91,8 @@ pub(crate) fn finish(mut layer: Layer, reference: Reference) -> Result<Finished>
         build_time: None,
     };
     let mut meta = Vec::new();
-    let info = write_image(&layer.tree, &options, &mut meta)?;
-    let mut draft = Draft::new(reference, meta, map);
-    draft.counts = Counts {
-        files: counts.files,
-        directories: counts.directories,
-        symlinks: counts.symlinks,
-        others: counts.others + counts.whiteouts,
-        bytes: counts.bytes,
-    };
-    draft.parameters = BTreeMap::from([
-        ("pack-rules".to_owned(), RULES.to_owned()),
-        ("chunker".to_owned(), Params::default().to_string()),
-    ]);
-    Ok(Finished {
-        draft,
-        counts,
-        meta_bytes: info.bytes,
-    })
+    write_image(&layer.tree, &options, &mut meta)?;
+    Ok((meta, map, counts))
 }
 
 /// All files that have bytes, in directory order, and what there is.

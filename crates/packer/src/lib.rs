@@ -17,6 +17,7 @@ mod dir_view;
 mod error;
 mod export;
 mod filter;
+mod git;
 mod glob;
 mod idmap;
 mod image;
@@ -27,22 +28,26 @@ mod options;
 mod owner;
 mod pack_diff;
 mod path;
+mod split;
 mod tar;
 mod tar_source;
 mod upper;
 mod warnings;
 mod xattrs;
 
-pub use build::build;
+pub use build::{build, build_split};
 pub use error::{PackError, Result};
 pub use export::{Compression, ExportOptions, ExportReport, ExportTarget, export};
-pub use image::{ImageSource, ImportOptions, ImportReport, import};
+pub use git::GitIndex;
+pub use image::{ImageSource, ImportOptions, ImportReport, import, import_split};
 pub use merge::{MergeOptions, merge};
 pub use options::{
     BuildOptions, BuildReport, DEFAULT_XATTRS, EntryCounts, IdMapRange, Limits, OverlayXattrs,
     PackDiffOptions, PackDiffReport, Progress, Silent, Source,
 };
+pub use owner::Owners;
 pub use pack_diff::pack_diff;
+pub use split::{LeftOver, Split, SplitReport};
 
 /// A path's or name's bytes for a message: control characters and what is not UTF-8 escaped, cut
 /// to a readable length.

@@ -16,6 +16,7 @@ use crate::warnings::Warnings;
 
 mod below;
 mod ghosts;
+mod prune;
 
 /// What marks an opaque directory in a layer.
 pub(crate) const OPAQUE: &[u8] = b"trusted.overlay.opaque";
@@ -38,6 +39,8 @@ pub(crate) struct Layer {
     bottom: bool,
     /// The merged layers below, where they are known.
     below: Option<Box<below::Below>>,
+    /// Directories that stay though nothing is in them, where only some of a source is wanted.
+    kept: HashSet<NodeId>,
     /// What was dropped or altered.
     pub warnings: Warnings,
 }
@@ -80,6 +83,7 @@ impl Layer {
             opaque: BTreeSet::new(),
             bottom,
             below: None,
+            kept: HashSet::new(),
             warnings: Warnings::default(),
         }
     }

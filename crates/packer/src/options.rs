@@ -8,6 +8,8 @@ use layerpack_store::{ParentRef, Published, Reference};
 use serde::Serialize;
 
 use crate::error::PackError;
+use crate::git::GitIndex;
+use crate::owner::Owners;
 
 /// Where a tree comes from. SEMANTICS.md says what each source means.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -101,6 +103,13 @@ pub struct BuildOptions {
     pub xattrs: Vec<String>,
     /// Paths of the source to leave out, see SEMANTICS.md for the patterns.
     pub excludes: Vec<String>,
+    /// Paths of the source that alone are wanted; empty: all. Excludes win.
+    pub includes: Vec<String>,
+    /// Whose things are in the layer.
+    pub owners: Owners,
+    /// Whether git's indexes are given what the mounted layer shows, so that the first
+    /// `git status` reads no files. Costs hashing of all contents.
+    pub git_index: bool,
     /// Bounds on the source.
     pub limits: Limits,
 }
@@ -134,6 +143,9 @@ impl BuildOptions {
                 .map(|name| (*name).to_owned())
                 .collect(),
             excludes: Vec::new(),
+            includes: Vec::new(),
+            owners: Owners::default(),
+            git_index: false,
             limits: Limits::default(),
         }
     }
@@ -273,6 +285,8 @@ pub struct BuildReport {
     pub warnings: Vec<String>,
     /// Processor time of this process during the build, in seconds, user and system.
     pub cpu_seconds: f64,
+    /// The git indexes that were looked at, where that was asked for.
+    pub git: Vec<GitIndex>,
 }
 
 /// What [`crate::pack_diff`] did.

@@ -6,10 +6,10 @@ use layerpack_store::{Kind, LayerStore, LayerWriter, WriterOptions};
 use crate::dir::DirSource;
 use crate::error::{PackError, Result};
 use crate::filter::Filter;
-use crate::idmap::IdMap;
 use crate::layout;
 use crate::model::Layer;
 use crate::options::{PackDiffOptions, PackDiffReport, Progress};
+use crate::owner::{Owners, Ownership};
 use crate::upper::Upper;
 
 /// Packs an upper directory and publishes it as `options.reference`. Reads nothing but the upper,
@@ -36,8 +36,11 @@ pub fn pack_diff(
     let view = Upper {
         xattrs: &filter.xattrs,
         marks: options.overlay_xattrs,
-        users: IdMap::new("owner", &options.uid_map)?,
-        groups: IdMap::new("group", &options.gid_map)?,
+        owners: Ownership::new(&Owners {
+            uid_map: options.uid_map.clone(),
+            gid_map: options.gid_map.clone(),
+            all_root: false,
+        })?,
     };
     let mut layer = Layer::new(false);
     let read = read(store, options, &filter, &view, &mut layer, progress);
@@ -83,6 +86,6 @@ fn read(
     let mut source = DirSource::open(&options.upper, view, filter, options.limits, progress)?;
     source.scan(layer, NodeId::ROOT, true)?;
     progress.phase("read");
-    source.store(layer, &mut writer)?;
+    source.store(layer, &mut writer, None)?;
     Ok(writer)
 }

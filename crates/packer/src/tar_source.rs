@@ -5,9 +5,10 @@ use std::io::{self, Read};
 use layerpack_erofs::{FileData, Metadata, NodeId, NodeKind, Rdev};
 use layerpack_store::LayerWriter;
 
-use crate::content::{self, Bytes, Next};
+use crate::content::{Bytes, Next};
 use crate::error::{PackError, Result};
 use crate::filter::Filter;
+use crate::git::{self, Git};
 use crate::model::{Layer, Place, WHITEOUT};
 use crate::options::{Limits, Progress};
 use crate::path::{components, escapes};
@@ -38,8 +39,10 @@ pub(crate) struct TarSource<'a> {
     pub defines_root: bool,
     /// Told of entries and bytes.
     pub progress: &'a dyn Progress,
-    /// Small files whose contents are still to be stored.
-    pub kept_back: Vec<(NodeId, Vec<u8>)>,
+    /// Takes note of contents.
+    pub git: Option<&'a mut Git>,
+    /// Small files whose contents are still to be stored, with their names.
+    pub kept_back: Vec<(NodeId, Vec<u8>, Vec<u8>)>,
     /// Their bytes.
     pub kept_bytes: usize,
 }
@@ -59,6 +62,9 @@ impl TarSource<'_> {
                 });
             }
             self.entry(entry, reader)?;
+        }
+        if self.filter.selects() {
+            self.layer.prune(self.start)?;
         }
         self.flush()
     }
@@ -82,11 +88,15 @@ impl TarSource<'_> {
             return Ok(());
         }
         if name.starts_with(PREFIX) {
-            return self.mark(&entry, &name);
+            return self.mark(&entry, &path, &name);
+        }
+        let wanted = self.filter.includes(&path, is_directory);
+        if !wanted && !is_directory {
+            return Ok(());
         }
         let metadata = self.metadata(&mut entry)?;
         if is_directory {
-            return self.directory(&entry, metadata);
+            return self.directory(&entry, metadata, wanted);
         }
         let place = self.layer.place(self.start, &entry.path)?;
         let kind = match &entry.kind {
@@ -102,7 +112,7 @@ impl TarSource<'_> {
         };
         let id = self.layer.add(&place, &entry.path, metadata, kind)?;
         if let EntryKind::File(pieces) = &entry.kind {
-            self.contents(id, entry.size, pieces.as_deref(), reader)?;
+            self.contents(id, &name, entry.size, pieces.as_deref(), reader)?;
         }
         Ok(())
     }
@@ -134,31 +144,45 @@ impl TarSource<'_> {
         self.filter
             .xattrs
             .filter(&entry.path, &mut xattrs, &mut self.layer.warnings)?;
-        let metadata = Metadata {
+        let mut metadata = Metadata {
             mode: entry.mode,
             uid: entry.uid,
             gid: entry.gid,
             mtime: entry.mtime,
             xattrs,
         };
-        crate::owner::check(&entry.path, &metadata)?;
+        let warnings = &mut self.layer.warnings;
+        self.filter
+            .owners
+            .apply(&entry.path, &mut metadata, warnings)?;
         Ok(metadata)
     }
 
-    fn directory(&mut self, entry: &Entry, metadata: Metadata) -> Result<()> {
+    fn directory(&mut self, entry: &Entry, metadata: Metadata, wanted: bool) -> Result<()> {
         match self.layer.place(self.start, &entry.path)? {
             Place::Root => self
                 .layer
                 .define_start(self.start, metadata, self.defines_root),
             place @ Place::Named { .. } => {
-                self.layer.add_directory(&place, metadata)?;
+                let id = self.layer.add_directory(&place, metadata)?;
+                if wanted && self.filter.selects() {
+                    self.layer.keep(id);
+                }
             }
         }
         Ok(())
     }
 
     /// A whiteout or an opaque mark; its type and content do not matter.
-    fn mark(&mut self, entry: &Entry, name: &[u8]) -> Result<()> {
+    fn mark(&mut self, entry: &Entry, path: &[u8], name: &[u8]) -> Result<()> {
+        let hidden = name.strip_prefix(PREFIX).unwrap_or_default();
+        if self.filter.selects() && !name.starts_with(AUFS) {
+            // What it hides decides whether it is wanted.
+            let parent = path.strip_suffix(name).unwrap_or_default();
+            if !self.filter.includes(&[parent, hidden].concat(), false) {
+                return Ok(());
+            }
+        }
         let Place::Named { parent, .. } = self.layer.place(self.start, &entry.path)? else {
             return Ok(());
         };
@@ -172,7 +196,7 @@ impl TarSource<'_> {
                 .add(format!("left out {}: aufs' own", crate::show(&entry.path)));
             return Ok(());
         }
-        match name.strip_prefix(PREFIX).unwrap_or_default() {
+        match hidden {
             b"" | b"." | b".." => Err(PackError::unsupported(
                 &entry.path,
                 "it is a whiteout of nothing that can be",
@@ -219,6 +243,7 @@ impl TarSource<'_> {
     fn contents<R: Read>(
         &mut self,
         id: NodeId,
+        name: &[u8],
         size: u64,
         pieces: Option<&[Piece]>,
         reader: &mut Reader<R>,
@@ -230,7 +255,7 @@ impl TarSource<'_> {
                 .map_err(|error| reader.error(error))?;
             self.progress.bytes(size);
             self.kept_bytes += bytes.len();
-            self.kept_back.push((id, bytes));
+            self.kept_back.push((id, bytes, name.to_vec()));
             if self.kept_bytes >= KEEP_BACK {
                 self.flush()?;
             }
@@ -243,7 +268,8 @@ impl TarSource<'_> {
             size,
             progress: self.progress,
         };
-        let content = content::store(self.writer, &mut bytes, size)?;
+        let git = self.git.as_deref_mut();
+        let content = git::store(git, self.writer, name, &mut bytes, size)?;
         self.layer.set_content(id, content);
         Ok(())
     }
@@ -251,8 +277,9 @@ impl TarSource<'_> {
     /// Stores what was kept back.
     fn flush(&mut self) -> Result<()> {
         self.kept_bytes = 0;
-        for (id, bytes) in self.kept_back.drain(..) {
-            let content = content::store_small(self.writer, &bytes)?;
+        for (id, bytes, name) in self.kept_back.drain(..) {
+            let git = self.git.as_deref_mut();
+            let content = git::store_small(git, self.writer, &name, &bytes)?;
             self.layer.set_content(id, content);
         }
         Ok(())

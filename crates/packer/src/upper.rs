@@ -10,11 +10,10 @@ use rustix::fs::{FileType, Stat};
 
 use crate::dir::{Meaning, View, metadata};
 use crate::error::{PackError, Result};
-use crate::idmap::IdMap;
 use crate::options::OverlayXattrs;
+use crate::owner::Ownership;
 use crate::warnings::Warnings;
 use crate::xattrs::{Allowed, is_overlay};
-use crate::{acl, capability};
 
 /// Readings of a file that changes before giving up.
 const RETRIES: u32 = 3;
@@ -25,10 +24,8 @@ pub(crate) struct Upper<'a> {
     pub xattrs: &'a Allowed,
     /// Which attributes are the overlay's own.
     pub marks: OverlayXattrs,
-    /// Owners.
-    pub users: IdMap,
-    /// Groups.
-    pub groups: IdMap,
+    /// How ids on disk become those of the layer.
+    pub owners: Ownership,
 }
 
 impl Upper<'_> {
@@ -65,27 +62,6 @@ impl Upper<'_> {
         });
         marks
     }
-
-    /// Owners within attributes.
-    fn map_values(&self, path: &[u8], xattrs: &mut BTreeMap<Vec<u8>, Vec<u8>>) -> Result<()> {
-        for name in [&b"system.posix_acl_access"[..], b"system.posix_acl_default"] {
-            let Some(value) = xattrs.get_mut(name) else {
-                continue;
-            };
-            let mapped = acl::map_ids(
-                value,
-                |id| self.users.inside(path, id),
-                |id| self.groups.inside(path, id),
-            )?;
-            *value = mapped.ok_or_else(|| PackError::unsupported(path, "its ACL is damaged"))?;
-        }
-        if let Some(value) = xattrs.get_mut(&b"security.capability"[..]) {
-            let mapped = capability::map_root(value, |id| self.users.inside(path, id))?;
-            *value = mapped
-                .ok_or_else(|| PackError::unsupported(path, "its file capabilities are damaged"))?;
-        }
-        Ok(())
-    }
 }
 
 impl View for Upper<'_> {
@@ -121,12 +97,9 @@ impl View for Upper<'_> {
         // "x" says that there are whiteouts of the attribute kind inside, not that it is opaque.
         let opaque = kind == FileType::Directory
             && mark("opaque").is_some_and(|value| value.as_slice() == b"y");
-        self.map_values(path, &mut xattrs)?;
         self.xattrs.filter(path, &mut xattrs, warnings)?;
         let mut metadata = metadata(stat, xattrs);
-        metadata.uid = self.users.inside(path, metadata.uid)?;
-        metadata.gid = self.groups.inside(path, metadata.gid)?;
-        crate::owner::check(path, &metadata)?;
+        self.owners.apply(path, &mut metadata, warnings)?;
         Ok(Meaning::Entry { metadata, opaque })
     }
 

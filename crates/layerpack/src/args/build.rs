@@ -1,20 +1,24 @@
 //! Options of `layerpack build`.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 
 use clap::Args;
+use layerpack_packer::{IdMapRange, Limits, Owners};
+
+use crate::units::Bytes;
 
 #[derive(Debug, Args)]
 pub(crate) struct BuildArgs {
     /// base, workspace or toolkit
-    #[arg(long)]
-    pub(crate) kind: String,
-    /// Name of the layer
-    #[arg(long)]
-    pub(crate) name: String,
-    /// Version of the layer; once published it never changes
-    #[arg(long)]
-    pub(crate) version: String,
+    #[arg(long, required_unless_present = "split")]
+    pub(crate) kind: Option<String>,
+    /// Name of the layer; with --split, of the parts that have none of their own
+    #[arg(long, required_unless_present = "split")]
+    pub(crate) name: Option<String>,
+    /// Version of the layer; once published it never changes; with --split as --name
+    #[arg(long, required_unless_present = "split")]
+    pub(crate) version: Option<String>,
     /// What to pack: `dir:PATH`, `tar:PATH` (plain, gzip or zstd), `oci:DIR[:TAG]` or
     /// `docker-archive:FILE[:NAME]`
     #[arg(long, value_name = "SRC")]
@@ -25,15 +29,17 @@ pub(crate) struct BuildArgs {
     /// Put the source's contents under this path of the layer
     #[arg(long, value_name = "PATH")]
     pub(crate) at: Option<OsString>,
-    /// Leave out matching paths; `*` stops at `/`, `**` does not (repeatable)
-    #[arg(long, value_name = "PATTERN")]
-    pub(crate) exclude: Vec<String>,
+    #[command(flatten)]
+    pub(crate) select: SelectArgs,
     /// Keep this extended attribute too, or with `*` at its end all that begin so (repeatable)
     #[arg(long, value_name = "NAME")]
     pub(crate) xattr: Vec<String>,
     /// Label for people and tools (repeatable)
     #[arg(long, value_name = "KEY=VALUE")]
     pub(crate) label: Vec<String>,
+    /// Annotation of the manifest, for programs (repeatable)
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub(crate) annotation: Vec<String>,
     /// Platform the contents are made for, such as linux/amd64 [default: this machine's]
     #[arg(long, value_name = "OS/ARCH")]
     pub(crate) platform: Option<String>,
@@ -41,6 +47,16 @@ pub(crate) struct BuildArgs {
     /// the topmost diff/NAME:VERSION
     #[arg(long)]
     pub(crate) per_layer: bool,
+    /// Make several layers of the source, by the path rules of this TOML file
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["per_layer", "parent", "kind"])]
+    pub(crate) split: Option<PathBuf>,
+    /// With --split: what no rule names is an error
+    #[arg(long, requires = "split")]
+    pub(crate) strict: bool,
+    /// Refresh the index of git repositories, so that the first `git status` on the mounted
+    /// layer reads no files
+    #[arg(long)]
+    pub(crate) git_index: bool,
     /// Clamp times that are later than this many seconds since 1970
     #[arg(
         long,
@@ -55,4 +71,76 @@ pub(crate) struct BuildArgs {
     /// Compression threads [default: one per processor]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) jobs: Option<u16>,
+    #[command(flatten)]
+    pub(crate) limits: LimitArgs,
+}
+
+/// What of a source is packed, and whose it becomes.
+#[derive(Debug, Args)]
+pub(crate) struct SelectArgs {
+    /// Leave out matching paths; `*` stops at `/`, `**` does not (repeatable)
+    #[arg(long, value_name = "PATTERN")]
+    pub(crate) exclude: Vec<String>,
+    /// Pack only matching paths, what is below them, and the directories that lead there;
+    /// --exclude wins, the order of the options does not matter (repeatable)
+    #[arg(long, value_name = "PATTERN")]
+    pub(crate) include: Vec<String>,
+    /// User ids OUTSIDE, OUTSIDE+1, ... of the source become INSIDE, INSIDE+1, ... in the layer,
+    /// COUNT of them; other ids are an error (repeatable)
+    #[arg(long, value_name = "INSIDE:OUTSIDE:COUNT")]
+    pub(crate) uid_map: Vec<IdMapRange>,
+    /// The same for group ids (repeatable)
+    #[arg(long, value_name = "INSIDE:OUTSIDE:COUNT")]
+    pub(crate) gid_map: Vec<IdMapRange>,
+    /// Everything belongs to user 0 and group 0
+    #[arg(long, conflicts_with_all = ["uid_map", "gid_map"])]
+    pub(crate) all_root: bool,
+}
+
+impl SelectArgs {
+    /// Whose things become whose.
+    pub(crate) fn owners(&self) -> Owners {
+        Owners {
+            uid_map: self.uid_map.clone(),
+            gid_map: self.gid_map.clone(),
+            all_root: self.all_root,
+        }
+    }
+}
+
+/// Bounds on what a source may hold, against bombs.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Limits on the source")]
+pub(crate) struct LimitArgs {
+    /// Most entries [default: 20000000]
+    #[arg(long, value_name = "N")]
+    pub(crate) max_entries: Option<u64>,
+    /// Most bytes of contents, or of the uncompressed archive or image, such as 20g [default: 4t]
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) max_bytes: Option<Bytes>,
+    /// Longest path [default: 256k]
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) max_path: Option<Bytes>,
+    /// Most directories one in the other [default: 32768]
+    #[arg(long, value_name = "N")]
+    pub(crate) max_depth: Option<u64>,
+    /// Largest value of an extended attribute [default: 65535]
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) max_xattr: Option<Bytes>,
+}
+
+impl LimitArgs {
+    /// The defaults with what was given.
+    pub(crate) fn limits(&self) -> Limits {
+        let defaults = Limits::default();
+        let bytes = |given: Option<Bytes>, default| given.map_or(default, |bytes| bytes.0);
+        Limits {
+            max_entries: self.max_entries.unwrap_or(defaults.max_entries),
+            max_bytes: bytes(self.max_bytes, defaults.max_bytes),
+            max_path: bytes(self.max_path, defaults.max_path),
+            max_depth: self.max_depth.unwrap_or(defaults.max_depth),
+            max_xattr_value: bytes(self.max_xattr, defaults.max_xattr_value),
+            ..defaults
+        }
+    }
 }

@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStringExt;
 use std::process::ExitCode;
 
 use anyhow::bail;
-use layerpack_packer::{BuildOptions, ImageSource, Source};
+use layerpack_packer::{BuildOptions, BuildReport, ImageSource, Source};
 use layerpack_store::{Kind, LayerName, LayerStore, ParentRef, Reference, Version};
 
 use super::Outcome;
@@ -18,41 +18,65 @@ use crate::published::{Published, platform};
 use crate::stack::parse_reference;
 
 pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
-    let kind = parse_kind(&args.kind)?;
+    if args.split.is_some() {
+        return super::split::run(context, args);
+    }
+    // clap asks for all three where there is no split.
+    let given = |text: &Option<String>| text.clone().unwrap_or_default();
+    let kind = parse_kind(&given(&args.kind))?;
     if kind == Kind::Diff {
         return Err(anyhow::anyhow!("a diff is made from a sandbox: use `layerpack pack-diff`, or build a base, workspace or toolkit").into());
     }
     let reference = Reference::new(
         kind,
-        LayerName::new(&args.name)?,
-        Version::new(&args.version)?,
+        LayerName::new(&given(&args.name))?,
+        Version::new(&given(&args.version))?,
     );
     if ImageSource::is_image(&args.from) {
         return super::import::run(context, reference, args);
     }
-    if args.per_layer {
-        return Err(
-            anyhow::anyhow!("--per-layer is for images: oci:DIR or docker-archive:FILE").into(),
-        );
-    }
-    let source: Source = args.from.parse()?;
     let store = context.store()?;
-    let mut options = BuildOptions::new(reference, source);
-    options.at = args.at.map(OsStringExt::into_vec);
-    options.parents = parents(&store, &args.parent)?;
-    options.platform = platform(args.platform);
-    options.labels = labels(&args.label)?;
-    options.level = args.level;
-    options.jobs = args.jobs.map_or(0, usize::from);
-    options.source_date_epoch = args.source_date_epoch;
-    options.excludes = args.exclude;
-    options.xattrs.extend(args.xattr);
+    let options = options(&store, reference, args)?;
 
     let reporter = Reporter::new(&options.reference.to_string(), context);
     let report = layerpack_packer::build(&store, &options, &reporter);
     reporter.finish();
     let report = report?;
     warn(context, &report.warnings);
+    published(report).print(context)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What the packer is to do.
+pub(super) fn options(
+    store: &LayerStore,
+    reference: Reference,
+    args: BuildArgs,
+) -> anyhow::Result<BuildOptions> {
+    if args.per_layer {
+        bail!("--per-layer is for images: oci:DIR or docker-archive:FILE");
+    }
+    let source: Source = args.from.parse()?;
+    let mut options = BuildOptions::new(reference, source);
+    options.at = args.at.map(OsStringExt::into_vec);
+    options.parents = parents(store, &args.parent)?;
+    options.platform = platform(args.platform);
+    options.labels = labels(&args.label)?;
+    options.annotations = annotations(&args.annotation)?;
+    options.level = args.level;
+    options.jobs = args.jobs.map_or(0, usize::from);
+    options.source_date_epoch = args.source_date_epoch;
+    options.owners = args.select.owners();
+    options.includes = args.select.include;
+    options.excludes = args.select.exclude;
+    options.xattrs.extend(args.xattr);
+    options.limits = args.limits.limits();
+    options.git_index = args.git_index;
+    Ok(options)
+}
+
+/// What is printed of a report.
+pub(super) fn published(report: BuildReport) -> Published {
     Published::new(
         &report.published,
         report.counts,
@@ -60,8 +84,7 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
         report.warnings,
         report.cpu_seconds,
     )
-    .print(context)?;
-    Ok(ExitCode::SUCCESS)
+    .with_git(report.git)
 }
 
 fn parents(store: &LayerStore, references: &[String]) -> anyhow::Result<Vec<ParentRef>> {
@@ -79,16 +102,25 @@ fn parents(store: &LayerStore, references: &[String]) -> anyhow::Result<Vec<Pare
 
 /// Reads `KEY=VALUE` labels.
 pub(super) fn labels(given: &[String]) -> anyhow::Result<BTreeMap<String, String>> {
-    let mut labels = BTreeMap::new();
+    pairs("label", given)
+}
+
+/// Reads `KEY=VALUE` annotations.
+pub(super) fn annotations(given: &[String]) -> anyhow::Result<BTreeMap<String, String>> {
+    pairs("annotation", given)
+}
+
+fn pairs(what: &str, given: &[String]) -> anyhow::Result<BTreeMap<String, String>> {
+    let mut pairs = BTreeMap::new();
     for text in given {
         let Some((key, value)) = text.split_once('=').filter(|(key, _)| !key.is_empty()) else {
-            bail!("label {text:?} is not KEY=VALUE");
+            bail!("{what} {text:?} is not KEY=VALUE");
         };
-        if labels.insert(key.to_owned(), value.to_owned()).is_some() {
-            bail!("label {key} is given twice");
+        if pairs.insert(key.to_owned(), value.to_owned()).is_some() {
+            bail!("{what} {key} is given twice");
         }
     }
-    Ok(labels)
+    Ok(pairs)
 }
 
 /// Shows a report's warnings on stderr, unless they are in the JSON document or not wanted.

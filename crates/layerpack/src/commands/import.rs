@@ -7,12 +7,12 @@ use layerpack_packer::{ImportOptions, import};
 use layerpack_store::Reference;
 
 use super::Outcome;
-use super::build::{labels, warn};
+use super::build::{annotations, labels, published, warn};
 use crate::args::BuildArgs;
 use crate::context::Context;
 use crate::output::print;
 use crate::progress::Reporter;
-use crate::published::{Published, platform};
+use crate::published::platform;
 
 pub(super) fn run(context: &Context, reference: Reference, args: BuildArgs) -> Outcome {
     let options = options(reference, args)?;
@@ -23,13 +23,7 @@ pub(super) fn run(context: &Context, reference: Reference, args: BuildArgs) -> O
     let mut layers = Vec::new();
     for report in report?.layers {
         warn(context, &report.warnings);
-        layers.push(Published::new(
-            &report.published,
-            report.counts,
-            report.meta_bytes,
-            report.warnings,
-            report.cpu_seconds,
-        ));
+        layers.push(published(report));
     }
     if options.per_layer {
         print(context.format, &layers, |out| {
@@ -43,7 +37,7 @@ pub(super) fn run(context: &Context, reference: Reference, args: BuildArgs) -> O
     Ok(ExitCode::SUCCESS)
 }
 
-fn options(reference: Reference, args: BuildArgs) -> anyhow::Result<ImportOptions> {
+pub(super) fn options(reference: Reference, args: BuildArgs) -> anyhow::Result<ImportOptions> {
     if args.at.is_some() || !args.parent.is_empty() {
         bail!("--at and --parent do not go with an image, which has its own layers below");
     }
@@ -55,7 +49,12 @@ fn options(reference: Reference, args: BuildArgs) -> anyhow::Result<ImportOption
     options.level = args.level;
     options.jobs = args.jobs.map_or(0, usize::from);
     options.source_date_epoch = args.source_date_epoch;
-    options.excludes = args.exclude;
+    options.annotations = annotations(&args.annotation)?;
+    options.owners = args.select.owners();
+    options.includes = args.select.include;
+    options.excludes = args.select.exclude;
+    options.limits = args.limits.limits();
+    options.git_index = args.git_index;
     options.xattrs.extend(args.xattr);
     Ok(options)
 }

@@ -13,8 +13,9 @@ use super::file::{Identity, OpenFile};
 use super::open::{Dirs, Opener, open_file};
 use super::scan::gone_or;
 use super::{DirSource, FileRecord, Meaning, attributes};
-use crate::content::{self, Content};
+use crate::content::Content;
 use crate::error::{PackError, Result};
+use crate::git::{self, Git};
 use crate::model::Layer;
 use crate::options::Progress;
 use crate::path::join;
@@ -70,7 +71,13 @@ impl Access<'_> {
 
 impl DirSource<'_> {
     /// Stores the contents of all files that the scan found.
-    pub(crate) fn store(&mut self, layer: &mut Layer, writer: &mut LayerWriter) -> Result<()> {
+    /// `git` takes note of them.
+    pub(crate) fn store(
+        &mut self,
+        layer: &mut Layer,
+        writer: &mut LayerWriter,
+        mut git: Option<&mut Git>,
+    ) -> Result<()> {
         // Small files first, each group in the order of the scan.
         self.files
             .sort_by_key(|record| record.identity.size() > SMALL);
@@ -88,10 +95,12 @@ impl DirSource<'_> {
             scope.spawn(move || read_ahead(files, &mut ahead, progress, &sender));
             for record in files {
                 let Ok(loaded) = receiver.recv() else { break };
-                let stored = loaded.and_then(|loaded| hand_on(writer, loaded, progress));
+                let stored = loaded.and_then(|loaded| {
+                    hand_on(writer, loaded, progress, git.as_deref_mut(), &record.name)
+                });
                 let content = match stored {
                     Err(PackError::Changed { .. }) if self.view.retries() > 0 => {
-                        self.retry(layer, writer, record, &mut again)?
+                        self.retry(layer, writer, record, &mut again, git.as_deref_mut())?
                     }
                     stored => stored?,
                 };
@@ -108,11 +117,12 @@ impl DirSource<'_> {
         writer: &mut LayerWriter,
         record: &FileRecord,
         access: &mut Access<'_>,
+        mut git: Option<&mut Git>,
     ) -> Result<Content> {
         let mut attempt = 0;
         loop {
             attempt += 1;
-            let result = self.take_again(layer, writer, record, access);
+            let result = self.take_again(layer, writer, record, access, git.as_deref_mut());
             match result {
                 Err(PackError::Changed { .. }) if attempt < self.view.retries() => {}
                 result => return result,
@@ -126,6 +136,7 @@ impl DirSource<'_> {
         writer: &mut LayerWriter,
         record: &FileRecord,
         access: &mut Access<'_>,
+        git: Option<&mut Git>,
     ) -> Result<Content> {
         use std::ffi::OsStr;
         use std::os::unix::ffi::OsStrExt;
@@ -157,7 +168,7 @@ impl DirSource<'_> {
             layer.tree.node_mut(record.node).metadata = metadata;
         }
         let file = access.open(record, identity)?;
-        hand_on(writer, Loaded::Open(file), self.progress)
+        hand_on(writer, Loaded::Open(file), self.progress, git, &record.name)
     }
 }
 
@@ -175,11 +186,17 @@ fn read_ahead(
     }
 }
 
-fn hand_on(writer: &mut LayerWriter, loaded: Loaded, progress: &dyn Progress) -> Result<Content> {
+fn hand_on(
+    writer: &mut LayerWriter,
+    loaded: Loaded,
+    progress: &dyn Progress,
+    git: Option<&mut Git>,
+    name: &[u8],
+) -> Result<Content> {
     match loaded {
-        Loaded::Whole(bytes) => content::store_small(writer, &bytes),
+        Loaded::Whole(bytes) => git::store_small(git, writer, name, &bytes),
         Loaded::Open(file) => {
-            let content = content::store(writer, &mut file.bytes(progress), file.size())?;
+            let content = git::store(git, writer, name, &mut file.bytes(progress), file.size())?;
             file.check(content.size)?;
             Ok(content)
         }

@@ -83,6 +83,9 @@ impl DirSource<'_> {
             // The first by name comes next.
             pending.get_mut(first..).unwrap_or_default().reverse();
         }
+        if self.filter.selects() {
+            state.layer.prune(start)?;
+        }
         Ok(())
     }
 
@@ -182,6 +185,10 @@ impl DirSource<'_> {
         if self.filter.excludes_here(path, kind == FileType::Directory) {
             return Ok(None);
         }
+        let wanted = self.filter.includes(path, kind == FileType::Directory);
+        if !wanted && kind != FileType::Directory {
+            return Ok(None);
+        }
         self.progress.entry(path);
         self.limits.check_path(path)?;
         state.entries += 1;
@@ -210,6 +217,9 @@ impl DirSource<'_> {
         let node = match kind {
             FileType::Directory => {
                 let node = tree.insert(parent, name, metadata, NodeKind::Directory)?;
+                if wanted && self.filter.selects() {
+                    state.layer.keep(node);
+                }
                 if opaque {
                     state.layer.add_opaque(node);
                 }

@@ -10,12 +10,16 @@ use layerpack_store::{
 use super::hashing::{Hashing, Sha};
 use super::spec::Platform;
 use super::{Blob, Image, ImageSource, archive, oci};
+use crate::build::Filled;
 use crate::error::{PackError, Result};
 use crate::filter::Filter;
+use crate::git::Git;
 use crate::layout;
 use crate::merge::overlay;
 use crate::model::Layer;
 use crate::options::{BuildReport, DEFAULT_XATTRS, Limits, Progress};
+use crate::owner::Owners;
+use crate::split::{self, Said, Split, SplitReport};
 use crate::tar::{self, Reader};
 use crate::tar_source::TarSource;
 use crate::warnings::Warnings;
@@ -60,6 +64,13 @@ pub struct ImportOptions {
     pub xattrs: Vec<String>,
     /// Paths to leave out, as for a build.
     pub excludes: Vec<String>,
+    /// Paths that alone are wanted, as for a build.
+    pub includes: Vec<String>,
+    /// Whose things are in the layers, as for a build.
+    pub owners: Owners,
+    /// Whether git's indexes are refreshed, as for a build. With `per_layer` an index gets what
+    /// is shown of the files of its own layer.
+    pub git_index: bool,
     /// Bounds: `max_bytes` on all layers together, uncompressed, the others on each.
     pub limits: Limits,
 }
@@ -84,6 +95,9 @@ impl ImportOptions {
                 .map(|name| (*name).to_owned())
                 .collect(),
             excludes: Vec::new(),
+            includes: Vec::new(),
+            owners: Owners::default(),
+            git_index: false,
             limits: Limits::default(),
         }
     }
@@ -108,52 +122,57 @@ pub fn import(
     options: &ImportOptions,
     progress: &dyn Progress,
 ) -> Result<ImportReport> {
-    let clock = crate::cpu::Clock::start();
-    let platform = |name: &str, text: &str| {
-        Platform::parse(text).ok_or_else(|| PackError::InvalidOption {
-            option: format!("{name} {text:?}"),
-            why: "a platform is os/architecture or os/architecture/variant".to_owned(),
-        })
-    };
-    let wanted = options
-        .platform
-        .as_deref()
-        .map(|text| platform("platform", text))
-        .transpose()?;
-    let host = platform("host", &options.host)?;
-    if options.per_layer && options.reference.kind != Kind::Base {
-        return Err(PackError::InvalidOption {
-            option: format!("kind {}", options.reference.kind),
-            why: "layers of an image lie on a base".to_owned(),
-        });
-    }
-    let image = match &options.source {
-        ImageSource::Oci { dir, tag } => oci::open(dir, tag.as_deref(), wanted.as_ref(), &host)?,
-        ImageSource::DockerArchive { file, name } => {
-            archive::open(file, name.as_deref(), wanted.as_ref(), options.limits)?
-        }
-    };
-    let diff_ids = check(&image)?;
-    let mut work = Import {
-        store,
-        options,
-        progress,
-        filter: Filter::new(&options.excludes, &options.xattrs, &options.limits)?,
-        left: options.limits.max_bytes,
-        platform: image.config.platform().text(),
-        annotations: annotations(&image, options),
-        clock,
-    };
+    let (mut work, image, diff_ids) = Import::open(store, options, progress)?;
     progress.phase("read");
     let layers = if options.per_layer {
         work.one_by_one(&image, &diff_ids)?
     } else {
-        vec![work.all_in_one(&image, &diff_ids)?]
+        let filled = work.all_in_one(&image, &diff_ids)?;
+        let reference = options.reference.clone();
+        work.git = filled.git;
+        vec![work.publish(
+            filled.layer,
+            filled.writer,
+            reference,
+            Vec::new(),
+            filled.warnings,
+        )?]
     };
     Ok(ImportReport {
         layers,
         platform: work.platform,
     })
+}
+
+/// Imports an image as one tree, splits it and publishes the parts under the references of
+/// `split`. `options.reference` names nothing but must be of kind base.
+///
+/// # Errors
+/// As [`import`] and [`crate::build_split`].
+pub fn import_split(
+    store: &LayerStore,
+    options: &ImportOptions,
+    split: &Split,
+    progress: &dyn Progress,
+) -> Result<SplitReport> {
+    split::check(options.reference.kind)?;
+    if options.per_layer {
+        return Err(PackError::InvalidOption {
+            option: "per_layer".to_owned(),
+            why: "an image is split as one tree".to_owned(),
+        });
+    }
+    let (mut work, image, diff_ids) = Import::open(store, options, progress)?;
+    progress.phase("read");
+    let filled = work.all_in_one(&image, &diff_ids)?;
+    let said = Said {
+        platform: &work.platform,
+        labels: &options.labels,
+        annotations: &work.annotations,
+        level: options.level,
+        clock: &work.clock,
+    };
+    split::publish(store, split, filled, &said, progress)
 }
 
 /// The digests that uncompressed layers must have.
@@ -209,10 +228,63 @@ struct Import<'a> {
     platform: String,
     annotations: BTreeMap<String, String>,
     clock: crate::cpu::Clock,
+    /// What was seen of git's indexes, if they are to be refreshed.
+    git: Option<Git>,
+}
+
+impl<'a> Import<'a> {
+    /// Opens the image and checks what its documents say.
+    fn open(
+        store: &'a LayerStore,
+        options: &'a ImportOptions,
+        progress: &'a dyn Progress,
+    ) -> Result<(Self, Image, Vec<Sha>)> {
+        let clock = crate::cpu::Clock::start();
+        let platform = |name: &str, text: &str| {
+            Platform::parse(text).ok_or_else(|| PackError::InvalidOption {
+                option: format!("{name} {text:?}"),
+                why: "a platform is os/architecture or os/architecture/variant".to_owned(),
+            })
+        };
+        let wanted = options
+            .platform
+            .as_deref()
+            .map(|text| platform("platform", text))
+            .transpose()?;
+        let host = platform("host", &options.host)?;
+        if options.per_layer && options.reference.kind != Kind::Base {
+            return Err(PackError::InvalidOption {
+                option: format!("kind {}", options.reference.kind),
+                why: "layers of an image lie on a base".to_owned(),
+            });
+        }
+        let image = match &options.source {
+            ImageSource::Oci { dir, tag } => {
+                oci::open(dir, tag.as_deref(), wanted.as_ref(), &host)?
+            }
+            ImageSource::DockerArchive { file, name } => {
+                archive::open(file, name.as_deref(), wanted.as_ref(), options.limits)?
+            }
+        };
+        let diff_ids = check(&image)?;
+        let work = Self {
+            store,
+            options,
+            progress,
+            filter: Filter::new(&options.excludes, &options.xattrs, &options.limits)?
+                .with(&options.includes, &options.owners)?,
+            left: options.limits.max_bytes,
+            platform: image.config.platform().text(),
+            annotations: annotations(&image, options),
+            clock,
+            git: options.git_index.then(Git::default),
+        };
+        Ok((work, image, diff_ids))
+    }
 }
 
 impl Import<'_> {
-    fn all_in_one(&mut self, image: &Image, diff_ids: &[Sha]) -> Result<BuildReport> {
+    fn all_in_one(&mut self, image: &Image, diff_ids: &[Sha]) -> Result<Filled> {
         let mut writer = self.writer()?;
         let mut merged: Option<Layer> = None;
         let mut warnings = Warnings::default();
@@ -232,13 +304,12 @@ impl Import<'_> {
         }
         let mut layer = merged.unwrap_or_else(|| Layer::new(true));
         overlay::bottom(&mut layer)?;
-        self.publish(
+        Ok(Filled {
             layer,
             writer,
-            self.options.reference.clone(),
-            Vec::new(),
             warnings,
-        )
+            git: self.git.take(),
+        })
     }
 
     fn one_by_one(&mut self, image: &Image, diff_ids: &[Sha]) -> Result<Vec<BuildReport>> {
@@ -334,6 +405,7 @@ impl Import<'_> {
             // A workspace's root says nothing about where it is put.
             defines_root: self.options.reference.kind == Kind::Base,
             progress: self.progress,
+            git: self.git.as_mut(),
             kept_back: Vec::new(),
             kept_bytes: 0,
         };
@@ -372,14 +444,18 @@ impl Import<'_> {
     }
 
     fn publish(
-        &self,
-        layer: Layer,
-        writer: LayerWriter,
+        &mut self,
+        mut layer: Layer,
+        mut writer: LayerWriter,
         reference: Reference,
         parents: Vec<ParentRef>,
         warnings: Warnings,
     ) -> Result<BuildReport> {
         self.progress.phase("publish");
+        let git = match &mut self.git {
+            Some(git) => git.refresh(&mut layer, &mut writer)?,
+            None => Vec::new(),
+        };
         let mut finished = layout::finish(layer, reference)?;
         let draft = &mut finished.draft;
         draft.platform.clone_from(&self.platform);
@@ -397,6 +473,7 @@ impl Import<'_> {
             meta_bytes,
             warnings,
             cpu_seconds: self.clock.seconds(),
+            git,
         })
     }
 }

@@ -20,7 +20,7 @@ use std::str::FromStr;
 
 use hashing::Sha;
 pub(crate) use import::{CONFIG, config_annotation};
-pub use import::{ImportOptions, ImportReport, import};
+pub use import::{ImportOptions, ImportReport, import, import_split};
 
 use crate::error::{PackError, Result};
 

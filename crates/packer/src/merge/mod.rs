@@ -116,6 +116,7 @@ pub fn merge(
         meta_bytes,
         warnings,
         cpu_seconds: clock.seconds(),
+        git: Vec::new(),
     })
 }
 

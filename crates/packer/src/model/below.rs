@@ -55,6 +55,7 @@ impl Layer {
             opaque: BTreeSet::new(),
             bottom,
             below: None,
+            kept: HashSet::new(),
             warnings: crate::warnings::Warnings::default(),
         }
     }

@@ -25,4 +25,6 @@ mod privileged_kernel;
 mod privileged_merge;
 mod privileged_upper;
 mod same_digest;
+mod selection;
+mod split;
 mod support;

@@ -1,0 +1,311 @@
+//! Gives indexes what the mounted layer will show.
+//!
+//! git believes an entry if modification and change time, owner, group, inode number and size are
+//! what it remembers, and if the index is younger than the file, in whole seconds: else the file
+//! might have changed after git looked ("racy"). Of a mounted layer `stat` shows the modification
+//! time as change time (EROFS keeps one), the ids of the layer, and as inode number that of the
+//! EROFS image, under overlayfs too: with `xino` the layer's number lies in the upper bits, of
+//! which git keeps none. The device is not compared.
+
+use std::collections::{HashMap, HashSet};
+
+use layerpack_erofs::{FileType, Image, NodeId, NodeKind, Timestamp};
+use layerpack_store::{Digest, LayerWriter};
+use serde::Serialize;
+
+use super::Git;
+use super::blobs::BlobIds;
+use super::index::{self, Named, Stat};
+use crate::content;
+use crate::error::Result;
+use crate::layout;
+use crate::model::Layer;
+use crate::path::{components, join};
+
+/// Most indexes that a report names.
+const REPORTED: usize = 1000;
+
+/// An index that was looked at.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct GitIndex {
+    /// Where it lies in the layer, escaped for people.
+    pub path: String,
+    /// Entries in it.
+    pub entries: u64,
+    /// Entries that were given what the mounted layer shows.
+    pub refreshed: u64,
+    /// Files that git will read all the same: their contents are not the index's, or not known.
+    pub differing: u64,
+    /// Entries whose files this layer does not have.
+    pub missing: u64,
+    /// Why nothing was done, if so.
+    pub left_alone: Option<String>,
+}
+
+/// An index and the working tree that it is of.
+struct Found {
+    index: NodeId,
+    path: Vec<u8>,
+    tree: NodeId,
+}
+
+/// What an index is to remember.
+struct Plan {
+    index: NodeId,
+    digest: Digest,
+    hash: index::Hash,
+    files: Vec<(usize, NodeId)>,
+}
+
+impl Git {
+    /// Refreshes the indexes of a layer that is ready to be laid out, and stores what was held
+    /// back of it.
+    pub(crate) fn refresh(
+        &mut self,
+        layer: &mut Layer,
+        writer: &mut LayerWriter,
+    ) -> Result<Vec<GitIndex>> {
+        if self.indexes.is_empty() {
+            return Ok(Vec::new());
+        }
+        let mut reports = Vec::new();
+        let mut plans = Vec::new();
+        for found in self.find(layer) {
+            let Some(digest) = self.held_by(layer, found.index) else {
+                continue;
+            };
+            let (report, plan) = self.plan(layer, &found, digest);
+            if reports.len() < REPORTED {
+                reports.push(report);
+            }
+            plans.extend(plan.filter(|plan| !plan.files.is_empty()));
+        }
+        for plan in &plans {
+            age(layer, plan);
+        }
+        let numbers = if plans.is_empty() {
+            HashMap::new()
+        } else {
+            numbers(layer)?
+        };
+        for plan in plans {
+            let Some(bytes) = self.indexes.get(&plan.digest) else {
+                continue;
+            };
+            let mut bytes = bytes.clone();
+            let files: Vec<(usize, Stat)> = plan
+                .files
+                .iter()
+                .filter_map(|(at, id)| Some((*at, stat(layer, *id, *numbers.get(id)?))))
+                .collect();
+            index::write(&mut bytes, plan.hash, &files);
+            let content = content::store_small(writer, &bytes)?;
+            layer.set_content(plan.index, content);
+        }
+        self.store_held(layer, writer)?;
+        Ok(reports)
+    }
+
+    /// The index that a file's content stands for.
+    fn held_by(&self, layer: &Layer, id: NodeId) -> Option<Digest> {
+        let [piece] = *layer.content(id)?.pieces else {
+            return None;
+        };
+        self.indexes
+            .contains_key(&piece.digest)
+            .then_some(piece.digest)
+    }
+
+    /// Stores the indexes that are as they were.
+    fn store_held(&self, layer: &mut Layer, writer: &mut LayerWriter) -> Result<()> {
+        let held: Vec<(NodeId, Digest)> = layer
+            .tree
+            .walk()
+            .filter_map(|entry| Some((entry.id, self.held_by(layer, entry.id)?)))
+            .collect();
+        for (id, digest) in held {
+            if let Some(bytes) = self.indexes.get(&digest) {
+                let content = content::store_small(writer, bytes)?;
+                layer.set_content(id, content);
+            }
+        }
+        Ok(())
+    }
+
+    /// Working trees with an index that is held: by a directory `.git`, or by a file `.git` that
+    /// names one elsewhere, as those of submodules and further working trees do.
+    fn find(&self, layer: &Layer) -> Vec<Found> {
+        let mut found = Vec::new();
+        let mut seen = HashSet::new();
+        for entry in layer.tree.walk() {
+            let Some(tree_path) = entry
+                .path
+                .strip_suffix(b".git")
+                .filter(|rest| rest.is_empty() || rest.ends_with(b"/"))
+            else {
+                continue;
+            };
+            let path = match &layer.tree.node(entry.id).kind {
+                NodeKind::Directory => entry.path.clone(),
+                NodeKind::File(_) => {
+                    let text = layer
+                        .content(entry.id)
+                        .and_then(|content| self.links.get(&content.identity()));
+                    let target = text
+                        .and_then(|text| text.strip_prefix(b"gitdir:"))
+                        .map(<[u8]>::trim_ascii);
+                    match target {
+                        Some(target) if target.starts_with(b"/") => components(target).join(&b'/'),
+                        Some(target) => components(&join(tree_path, target)).join(&b'/'),
+                        None => continue,
+                    }
+                }
+                _ => continue,
+            };
+            let path = join(&path, b"index");
+            let Some(index) = layer.tree.resolve(&path) else {
+                continue;
+            };
+            if self.held_by(layer, index).is_some() && seen.insert(index) {
+                found.push(Found {
+                    index,
+                    path,
+                    tree: entry.parent,
+                });
+            }
+        }
+        found
+    }
+
+    fn plan(&self, layer: &Layer, found: &Found, digest: Digest) -> (GitIndex, Option<Plan>) {
+        let mut report = GitIndex {
+            path: crate::show(&found.path),
+            entries: 0,
+            refreshed: 0,
+            differing: 0,
+            missing: 0,
+            left_alone: None,
+        };
+        let bytes = self.indexes.get(&digest).map_or(&[][..], Vec::as_slice);
+        let summary = match index::read(bytes, |_| {}) {
+            Ok(summary) => summary,
+            Err(why) => {
+                report.left_alone = Some(why.to_owned());
+                return (report, None);
+            }
+        };
+        report.entries = u64::from(summary.entries);
+        if summary.split {
+            report.left_alone =
+                Some("it is split; `git update-index --no-split-index` joins its parts".to_owned());
+            return (report, None);
+        }
+        let mut files = Vec::new();
+        let read = index::read(bytes, |entry| {
+            if !entry.looked_at || entry.named == Named::Other {
+                return;
+            }
+            match self.look(layer, found.tree, summary.hash, entry) {
+                None => report.missing += 1,
+                Some((_, false)) => report.differing += 1,
+                Some((id, true)) => files.push((entry.at, id)),
+            }
+        });
+        if let Err(why) = read {
+            report.left_alone = Some(why.to_owned());
+            return (report, None);
+        }
+        report.refreshed = files.len() as u64;
+        let plan = Plan {
+            index: found.index,
+            digest,
+            hash: summary.hash,
+            files,
+        };
+        (report, Some(plan))
+    }
+
+    /// The file of an entry, if the layer has it, and whether it has the entry's contents.
+    fn look(
+        &self,
+        layer: &Layer,
+        tree: NodeId,
+        hash: index::Hash,
+        entry: &index::Entry<'_>,
+    ) -> Option<(NodeId, bool)> {
+        // By names alone: what lies beyond a symbolic link is no file of the repository.
+        let id = entry
+            .path
+            .split(|&byte| byte == b'/')
+            .try_fold(tree, |dir, name| layer.tree.child(dir, name))?;
+        let same = match (&layer.tree.node(id).kind, entry.named) {
+            (NodeKind::File(_), Named::File) => match layer.content(id) {
+                None => BlobIds::of(b"").id(hash) == entry.id,
+                Some(content) => self
+                    .blobs
+                    .get(&content.identity())
+                    .is_some_and(|ids| ids.id(hash) == entry.id),
+            },
+            (NodeKind::Symlink(target), Named::Symlink) => BlobIds::of(target).id(hash) == entry.id,
+            _ => false,
+        };
+        Some((id, same))
+    }
+}
+
+/// Makes an index younger than all files that it remembers.
+fn age(layer: &mut Layer, plan: &Plan) {
+    let youngest = plan
+        .files
+        .iter()
+        .map(|(_, id)| layer.tree.node(*id).metadata.mtime.sec)
+        .max();
+    let mtime = &mut layer.tree.node_mut(plan.index).metadata.mtime;
+    if let Some(youngest) = youngest.filter(|youngest| mtime.sec <= *youngest) {
+        *mtime = Timestamp {
+            sec: youngest.saturating_add(1),
+            nsec: 0,
+        };
+    }
+}
+
+fn stat(layer: &Layer, id: NodeId, ino: u64) -> Stat {
+    let node = layer.tree.node(id);
+    let size = match &node.kind {
+        NodeKind::Symlink(target) => target.len() as u64,
+        _ => layer.content(id).map_or(0, |content| content.size),
+    };
+    Stat {
+        sec: node.metadata.mtime.sec,
+        nsec: node.metadata.mtime.nsec,
+        ino,
+        uid: node.metadata.uid,
+        gid: node.metadata.gid,
+        size,
+    }
+}
+
+/// The inode numbers of files and symbolic links: the layer is laid out once to see them. What
+/// is still to be written into the indexes has no part in them, only its size has.
+fn numbers(layer: &mut Layer) -> Result<HashMap<NodeId, u64>> {
+    let meta = layout::image(layer)?;
+    let image = Image::open(&meta)?;
+    let mut numbers = HashMap::new();
+    let mut todo = vec![(NodeId::ROOT, image.root()?)];
+    while let Some((id, inode)) = todo.pop() {
+        for entry in image.read_dir(&inode)? {
+            let entry = entry?;
+            let Some(child) = layer.tree.child(id, entry.name) else {
+                continue;
+            };
+            match entry.file_type {
+                FileType::Directory => todo.push((child, image.inode(entry.nid)?)),
+                FileType::File | FileType::Symlink => {
+                    numbers.insert(child, entry.nid);
+                }
+                _ => {}
+            }
+        }
+    }
+    Ok(numbers)
+}

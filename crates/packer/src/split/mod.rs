@@ -1,0 +1,126 @@
+//! One tree as several layers: base, workspace and toolkit by path rules.
+//!
+//! The source is read once, as for a single base, through one writer. The tree is then taken apart
+//! (`divide`) and each part is laid out and published as a layer of its own, the base first.
+
+mod divide;
+mod rules;
+
+use std::collections::BTreeMap;
+
+use layerpack_store::{Kind, LayerStore, WriterOptions};
+
+pub use divide::LeftOver;
+pub use rules::Split;
+
+use crate::build::Filled;
+use crate::cpu::Clock;
+use crate::error::{PackError, Result};
+use crate::layout;
+use crate::options::{BuildReport, Progress};
+
+/// What became of a tree that was split.
+#[derive(Debug)]
+pub struct SplitReport {
+    /// A report for each part, the base first. What the source's contents cost is in the first:
+    /// they are stored once, whatever part they belong to.
+    pub parts: Vec<BuildReport>,
+    /// What no rule named.
+    pub left_over: LeftOver,
+}
+
+/// What all parts' manifests say, and how they are written.
+pub(crate) struct Said<'a> {
+    /// Platform, as in `linux/amd64`.
+    pub platform: &'a str,
+    /// Labels.
+    pub labels: &'a BTreeMap<String, String>,
+    /// Annotations.
+    pub annotations: &'a BTreeMap<String, String>,
+    /// zstd level.
+    pub level: i32,
+    /// Since when processor time counts.
+    pub clock: &'a Clock,
+}
+
+/// Publishes the parts of `layer`, which is settled and lies at the bottom.
+pub(crate) fn publish(
+    store: &LayerStore,
+    split: &Split,
+    filled: Filled,
+    said: &Said<'_>,
+    progress: &dyn Progress,
+) -> Result<SplitReport> {
+    progress.phase("publish");
+    let Filled {
+        layer,
+        mut writer,
+        mut warnings,
+        mut git,
+    } = filled;
+    let divided = divide::divide(split, &layer, &mut warnings);
+    drop(layer);
+    let made = divided.and_then(|(layers, left_over)| {
+        // All are laid out before any is published.
+        let mut finished = Vec::with_capacity(layers.len());
+        for (mut layer, reference) in layers.into_iter().zip(split.references()) {
+            let indexes = match &mut git {
+                Some(git) => git.refresh(&mut layer, &mut writer)?,
+                None => Vec::new(),
+            };
+            finished.push((layout::finish(layer, reference.clone())?, indexes));
+        }
+        Ok((finished, left_over))
+    });
+    let (finished, left_over) = match made {
+        Ok(made) => made,
+        Err(error) => return Err(warnings.tell(error, progress)),
+    };
+    let mut writer = Some(writer);
+    let mut warnings = warnings.into_vec();
+    let mut parts = Vec::with_capacity(finished.len());
+    for (mut part, indexes) in finished {
+        // The first one has all chunks on their way; the others find them in the store.
+        let writer = match writer.take() {
+            Some(writer) => writer,
+            None => store.writer(WriterOptions {
+                level: said.level,
+                jobs: 1,
+                ..WriterOptions::default()
+            })?,
+        };
+        part.draft.platform = said.platform.to_owned();
+        part.draft.labels.clone_from(said.labels);
+        part.draft.annotations.clone_from(said.annotations);
+        let published = match writer.finish(part.draft) {
+            Ok(published) => published,
+            Err(error) => {
+                warnings.iter().for_each(|line| progress.warning(line));
+                return Err(error.into());
+            }
+        };
+        let mut own = std::mem::take(&mut warnings);
+        own.extend(published.warnings.iter().cloned());
+        parts.push(BuildReport {
+            published,
+            counts: part.counts,
+            meta_bytes: part.meta_bytes,
+            warnings: own,
+            cpu_seconds: said.clock.seconds(),
+            git: indexes,
+        });
+    }
+    Ok(SplitReport { parts, left_over })
+}
+
+/// Refuses options that do not go with a split.
+pub(crate) fn check(kind: Kind) -> Result<()> {
+    if kind == Kind::Base {
+        return Ok(());
+    }
+    Err(PackError::InvalidOption {
+        option: format!("kind {kind}"),
+        why: "a tree is split into a base and what lies on it; the kinds are in the split file"
+            .to_owned(),
+    })
+}
