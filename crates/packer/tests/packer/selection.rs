@@ -293,7 +293,9 @@ fn owners_are_mapped_from_outside_to_inside() {
     let archive = crate::support::ArchiveFile::new(&bytes);
     for packed in [
         wanted.build(archive.source()).unwrap(),
-        wanted.image(&scratch, &[bytes.clone()]).unwrap(),
+        wanted
+            .image(&scratch, std::slice::from_ref(&bytes))
+            .unwrap(),
     ] {
         let tree = packed.tree();
         let owner = |path: &str| (tree.get(path).uid, tree.get(path).gid);
