@@ -26,7 +26,7 @@ pub const RULES: &str = r#"
     kind = "workspace"
     name = "repo"
     version = "1"
-    at = ["/work/repo"]
+    at = ["/ws/repo"]
     except = ["*.o"]
 
     [[part]]
@@ -44,9 +44,9 @@ pub fn sample(dir: &Path) {
         "usr/bin",
         "usr/local",
         "usr/local/go1",
-        "work",
-        "work/repo",
-        "work/repo/sub",
+        "ws",
+        "ws/repo",
+        "ws/repo/sub",
         "var",
         "var/log",
         "lone",
@@ -58,16 +58,16 @@ pub fn sample(dir: &Path) {
         "etc/passwd",
         "usr/bin/sh",
         "usr/local/go1/go",
-        "work/repo/main.c",
-        "work/repo/main.o",
-        "work/repo/sub/x.go",
+        "ws/repo/main.c",
+        "ws/repo/main.o",
+        "ws/repo/sub/x.go",
         "var/log/a.log",
     ] {
         tree.file(path, path).unwrap();
         tree.mtime(path, 2000, 7).unwrap();
     }
     tree.symlink("usr/bin/go", "../local/go1/go").unwrap();
-    tree.hard_link("work/repo/passwd", "etc/passwd").unwrap();
+    tree.hard_link("ws/repo/passwd", "etc/passwd").unwrap();
     tree.hard_link("usr/bin/passwd", "etc/passwd").unwrap();
     tree.finish().unwrap();
 }
@@ -123,19 +123,19 @@ fn every_entry_goes_to_the_last_part_that_names_it() {
             "var",
             "var/log",
             "var/log/a.log",
-            "work",
-            "work/repo/main.o",
+            "ws",
+            "ws/repo/main.o",
             // Hard links stay one file.
-            "work/repo/passwd",
+            "ws/repo/passwd",
         ]
     );
     assert_eq!(
         names(&parts["workspace"]),
-        ["work/repo", "work/repo/main.c", "work/repo/sub"]
+        ["ws/repo", "ws/repo/main.c", "ws/repo/sub"]
     );
     assert_eq!(
         names(&parts["toolkit"]),
-        ["usr/local/go1", "usr/local/go1/go", "work/repo/sub/x.go"]
+        ["usr/local/go1", "usr/local/go1/go", "ws/repo/sub/x.go"]
     );
     // Directories on the way are the others' to define; the root is the base's.
     let toolkit = parts["toolkit"].tree();
@@ -145,23 +145,20 @@ fn every_entry_goes_to_the_last_part_that_names_it() {
             &b""[..],
             b"usr",
             b"usr/local",
-            b"work",
-            b"work/repo",
-            b"work/repo/sub"
+            b"ws",
+            b"ws/repo",
+            b"ws/repo/sub"
         ]
     );
     assert_eq!(
-        (
-            toolkit.get("work/repo").mode,
-            toolkit.get("work/repo").mtime
-        ),
+        (toolkit.get("ws/repo").mode, toolkit.get("ws/repo").mtime),
         (0o755, (0, 0))
     );
     assert!(!parts["base"].tree().is_implicit(""));
     let base = parts["base"].tree();
     assert_eq!(
         base.links("etc/passwd"),
-        ["etc/passwd", "usr/bin/passwd", "work/repo/passwd"]
+        ["etc/passwd", "usr/bin/passwd", "ws/repo/passwd"]
     );
     assert_eq!(base.get("etc/passwd").nlink, 3);
     let warned = report.parts[0]
@@ -171,12 +168,12 @@ fn every_entry_goes_to_the_last_part_that_names_it() {
     assert!(warned, "{:?}", report.parts[0].warnings);
 
     let left = &report.left_over;
-    assert_eq!(left.paths, ["/lone", "/var", "/work/repo/main.o"]);
+    assert_eq!(left.paths, ["/lone", "/var", "/ws/repo/main.o"]);
     assert_eq!(left.entries, 5);
     assert_eq!(left.went_to.as_deref(), Some("base/os:1"));
     assert_eq!(
         left.bytes,
-        ("var/log/a.log".len() + "work/repo/main.o".len()) as u64
+        ("var/log/a.log".len() + "ws/repo/main.o".len()) as u64
     );
 }
 
@@ -187,10 +184,10 @@ fn directories_archives_and_images_are_split_alike() {
     tar.dir("./", 0o755)
         .dir("etc", 0o755)
         .file("etc/passwd", "1")
-        .dir("work", 0o700);
-    tar.dir("work/repo", 0o755)
-        .file("work/repo/a.go", "2")
-        .file("work/repo/b", "3")
+        .dir("ws", 0o700);
+    tar.dir("ws/repo", 0o755)
+        .file("ws/repo/a.go", "2")
+        .file("ws/repo/b", "3")
         .file("c", "4");
     let bytes = tar.finish();
     let archive = ArchiveFile::new(&bytes);
@@ -239,7 +236,7 @@ fn a_change_of_one_part_changes_no_other() {
     let scratch = ScratchDir::new("split-change").unwrap();
     let dir = scratch.mkdir("tree").unwrap();
     sample(&dir);
-    fs_err::remove_file(dir.join("work/repo/passwd")).unwrap();
+    fs_err::remove_file(dir.join("ws/repo/passwd")).unwrap();
     let digests = || -> Vec<_> {
         let (report, _) = try_split(Source::Dir(dir.clone()), &split(RULES)).unwrap();
         report
@@ -252,23 +249,17 @@ fn a_change_of_one_part_changes_no_other() {
     assert_eq!(before, digests(), "the same twice");
     let changes: [(usize, &dyn Fn()); 4] = [
         (1, &|| {
-            fs_err::write(dir.join("work/repo/main.c"), "changed").unwrap()
+            fs_err::write(dir.join("ws/repo/main.c"), "changed").unwrap()
         }),
-        (1, &|| {
-            fs_err::create_dir(dir.join("work/repo/new")).unwrap()
-        }),
+        (1, &|| fs_err::create_dir(dir.join("ws/repo/new")).unwrap()),
         (2, &|| {
-            fs_err::write(dir.join("work/repo/sub/y.go"), "new").unwrap()
+            fs_err::write(dir.join("ws/repo/sub/y.go"), "new").unwrap()
         }),
         (0, &|| fs_err::remove_file(dir.join("etc/passwd")).unwrap()),
     ];
     let mut last = before;
     for (part, change) in changes {
-        let touched = if part == 2 {
-            "work/repo/sub"
-        } else {
-            "work/repo"
-        };
+        let touched = if part == 2 { "ws/repo/sub" } else { "ws/repo" };
         let times = fs_err::metadata(dir.join(touched))
             .unwrap()
             .modified()
@@ -316,7 +307,7 @@ fn what_is_left_over_goes_where_the_file_says() {
             .all(|part| !part.tree().has("var") && !part.tree().has("lone"))
     );
     assert!(
-        names(&parts["base"]).contains(&"work".to_owned()),
+        names(&parts["base"]).contains(&"ws".to_owned()),
         "it leads to the workspace"
     );
     for rules in [with("error"), split(RULES).strict()] {
@@ -340,8 +331,8 @@ fn hard_links_across_parts_may_become_files_of_their_own() {
     let rules = split(&format!("hard-links = \"copy\"\n{RULES}"));
     let (report, parts) = try_split(Source::Dir(dir), &rules).unwrap();
     let workspace = parts["workspace"].tree();
-    assert_eq!(workspace.get("work/repo/passwd").nlink, 1);
-    assert_eq!(workspace.get("work/repo/passwd").content(), b"etc/passwd");
+    assert_eq!(workspace.get("ws/repo/passwd").nlink, 1);
+    assert_eq!(workspace.get("ws/repo/passwd").content(), b"etc/passwd");
     assert_eq!(parts["base"].tree().get("etc/passwd").nlink, 2);
     assert!(
         report.parts[0].warnings.is_empty(),
@@ -355,8 +346,8 @@ fn whiteouts_of_an_archive_hide_nothing_and_empty_parts_are_told() {
     let mut tar = TarWriter::new();
     tar.file("etc/a", "1")
         .whiteout("etc", "b")
-        .opaque("work/repo")
-        .file("work/repo/x.o", "2");
+        .opaque("ws/repo")
+        .file("ws/repo/x.o", "2");
     let archive = ArchiveFile::new(tar.finish());
     let (report, parts) = try_split(archive.source(), &split(RULES)).unwrap();
     assert!(!parts["base"].tree().has("etc/b"));
