@@ -4,6 +4,7 @@ use std::cell::RefCell;
 
 use zstd_safe::{CCtx, DCtx, InBuffer, OutBuffer};
 
+use crate::digest::{Digest, Hasher};
 use crate::error::FormatError;
 
 /// How a frame is stored.
@@ -124,40 +125,55 @@ pub(crate) fn decompress_frame(
 /// Decompresses a whole object of one or more zstd frames to exactly `raw_len` bytes. Memory grows
 /// with what really comes out, never beyond `raw_len`.
 pub(crate) fn decompress_object(stored: &[u8], raw_len: u64) -> Result<Vec<u8>, FormatError> {
-    let fail = |what: String| FormatError::new(NAME, what);
-    let raw_len = usize::try_from(raw_len)
-        .map_err(|_| fail(format!("{raw_len} bytes do not fit into memory")))?;
-    let mut context = new_decompressor();
     let mut out: Vec<u8> = Vec::new();
+    let len = decompress_into(stored, raw_len, |piece| out.extend_from_slice(piece))?;
+    if len == raw_len {
+        Ok(out)
+    } else {
+        Err(FormatError::new(
+            NAME,
+            format!("it decompresses to {len} bytes, not {raw_len}"),
+        ))
+    }
+}
+
+/// The digest of what an object of one or more zstd frames decompresses to, if that is at most
+/// `limit` bytes.
+pub(crate) fn digest_of_raw(stored: &[u8], limit: u64) -> Result<Digest, FormatError> {
+    let mut hasher = Hasher::new();
+    decompress_into(stored, limit, |piece| hasher.update(piece))?;
+    Ok(hasher.finish())
+}
+
+/// Gives `sink` what zstd frames decompress to, at most `limit` bytes; their number.
+fn decompress_into(
+    stored: &[u8],
+    limit: u64,
+    mut sink: impl FnMut(&[u8]),
+) -> Result<u64, FormatError> {
+    let fail = |what: String| FormatError::new(NAME, what);
+    let mut context = new_decompressor();
     let mut input = InBuffer::around(stored);
     let mut block = vec![0_u8; DCtx::out_size()];
+    let mut len = 0_u64;
     loop {
         let mut output = OutBuffer::around(block.as_mut_slice());
         let hint = context
             .decompress_stream(&mut output, &mut input)
             .map_err(|code| fail(text(code)))?;
         let produced = output.as_slice();
-        if out.len() + produced.len() > raw_len {
-            return Err(fail(format!(
-                "it decompresses to more than {raw_len} bytes"
-            )));
+        len += produced.len() as u64;
+        if len > limit {
+            return Err(fail(format!("it decompresses to more than {limit} bytes")));
         }
         let idle = produced.is_empty();
-        out.extend_from_slice(produced);
+        sink(produced);
         let done = input.pos == stored.len();
         if done && hint == 0 {
-            break;
+            return Ok(len);
         }
         if done && idle {
             return Err(fail("it is truncated".to_owned()));
         }
-    }
-    if out.len() == raw_len {
-        Ok(out)
-    } else {
-        Err(fail(format!(
-            "it decompresses to {} bytes, not {raw_len}",
-            out.len()
-        )))
     }
 }

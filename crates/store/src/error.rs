@@ -227,6 +227,41 @@ pub enum StoreError {
         /// The lease's key.
         key: String,
     },
+    /// The backend asks for fewer requests, or is overloaded (429, 503 and their like). Nothing
+    /// was done.
+    #[error(
+        "store {store} asks for fewer requests (for {key}); run again later, lower the rate limit, or raise the store's limits"
+    )]
+    Throttled {
+        /// The store's address.
+        store: String,
+        /// The object's key.
+        key: String,
+        /// How long the backend asks to wait, in milliseconds, if it says so.
+        retry_after_ms: Option<u64>,
+    },
+    /// The backend refuses: no or wrong credentials, or no right to do this.
+    #[error(
+        "store {store} refuses access to {key}: {what}; check the credentials, their rights on this store, and the clock"
+    )]
+    Denied {
+        /// The store's address.
+        store: String,
+        /// The object's key.
+        key: String,
+        /// What the backend said.
+        what: String,
+    },
+    /// The backend has no such operation: a web server can neither be listed nor written to.
+    #[error("cannot {operation} in store {store}: {why}")]
+    NotSupported {
+        /// What was tried.
+        operation: &'static str,
+        /// The store's address.
+        store: String,
+        /// Why, and what to use instead.
+        why: &'static str,
+    },
     /// Bytes given to a parser break their format.
     #[error(transparent)]
     Format(#[from] FormatError),
@@ -267,6 +302,8 @@ impl StoreError {
             | Self::TimedOut { key, .. }
             | Self::Collecting { key, .. }
             | Self::LeaseLost { key, .. }
+            | Self::Throttled { key, .. }
+            | Self::Denied { key, .. }
             | Self::InvalidKey { key, .. } => Some(key),
             Self::InvalidReference { .. }
             | Self::InvalidDigest { .. }
@@ -274,6 +311,7 @@ impl StoreError {
             | Self::UnknownReference { .. }
             | Self::Unsupported { .. }
             | Self::Conflict { .. }
+            | Self::NotSupported { .. }
             | Self::Format(_)
             | Self::InvalidInput { .. }
             | Self::Input(_)
@@ -292,6 +330,31 @@ impl StoreError {
                 | Self::TooLarge { .. }
                 | Self::Unsupported { .. }
         )
+    }
+
+    /// True if the same call may succeed a little later: the backend is overloaded or slow, or the
+    /// connection broke. A write that failed so may have happened.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        use io::ErrorKind as Kind;
+        match self {
+            Self::Throttled { .. } | Self::TimedOut { .. } => true,
+            Self::Io { source, .. } => matches!(
+                source.kind(),
+                Kind::ConnectionRefused
+                    | Kind::ConnectionReset
+                    | Kind::ConnectionAborted
+                    | Kind::NotConnected
+                    | Kind::BrokenPipe
+                    | Kind::HostUnreachable
+                    | Kind::NetworkUnreachable
+                    | Kind::NetworkDown
+                    | Kind::UnexpectedEof
+                    | Kind::TimedOut
+                    | Kind::Interrupted
+            ),
+            _ => false,
+        }
     }
 
     /// Names the object for a format error.

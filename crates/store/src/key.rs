@@ -82,6 +82,23 @@ impl Key {
         })
     }
 
+    /// A writer's claim on a version, made while it is published: for which manifest, and a number
+    /// that no other writer has.
+    #[must_use]
+    pub fn claim(reference: &Reference, manifest: &Digest, writer: u64) -> Self {
+        let prefix = Self::claims(reference);
+        Self(format!("{prefix}{}-{writer:016x}", manifest.hex()))
+    }
+
+    /// What the keys of all claims on a version begin with.
+    #[must_use]
+    pub fn claims(reference: &Reference) -> String {
+        format!(
+            "claims/{}/{}/_{}/",
+            reference.kind, reference.name, reference.version
+        )
+    }
+
     /// A manifest, by its digest.
     #[must_use]
     pub fn manifest(digest: &Digest) -> Self {

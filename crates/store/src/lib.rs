@@ -21,8 +21,9 @@ mod manifest;
 mod reference;
 
 pub use blob::{
-    BlobStore, BlobWriter, Fault, FaultStore, FileStore, MemStore, ObjectInfo, PutMode, PutOutcome,
-    open_url,
+    BlobStore, BlobWriter, CachedStore, Fault, FaultStore, FileStore, HttpStore, LimitedStore,
+    MemStore, MirrorStore, ObjectInfo, OpenOptions, Operation, PutMode, PutOutcome, RateLimits,
+    ReadCacheOptions, RetryPolicy, RetryStore, S3Store, Timeouts, open, open_url,
 };
 pub use codec::Codec;
 pub use digest::{Digest, Hasher};

@@ -48,6 +48,11 @@ fn suite_notices_faults() {
                 noticed += 1;
             }
         }
-        assert!(noticed > 0, "{fault:?} went unnoticed");
+        // Slow is not wrong.
+        assert_eq!(
+            noticed > 0,
+            fault != Fault::Delay,
+            "{fault:?} noticed {noticed} times"
+        );
     }
 }

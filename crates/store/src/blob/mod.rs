@@ -7,29 +7,44 @@
 //! * An error: unknown. The object may or may not exist; after a failed write it either is
 //!   complete or is not visible, never half of it.
 
+mod cache;
 pub mod contract;
 mod disk;
 mod fault;
 mod file;
+mod http;
+mod limit;
 mod mem;
+mod mirror;
+mod open;
+pub mod remote;
+mod retry;
+mod s3;
 
 use std::fmt;
 use std::ops::Range;
-use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::SystemTime;
 
-pub use fault::{Fault, FaultStore};
+pub use cache::CachedStore;
+pub use fault::{Fault, FaultStore, Operation};
 pub use file::FileStore;
+pub use http::HttpStore;
+pub use limit::{LimitedStore, RateLimits};
 pub use mem::MemStore;
+pub use mirror::MirrorStore;
+pub use open::{OpenOptions, ReadCacheOptions, open, open_url};
+pub use remote::Timeouts;
+pub use retry::{RetryPolicy, RetryStore};
+pub use s3::S3Store;
 
-use crate::error::{Result, StoreError};
+use crate::error::Result;
 use crate::key::Key;
 
 /// What to do if the object exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PutMode {
-    /// Leave it as it is and answer [`PutOutcome::Exists`]. Of several writers one wins.
+    /// Leave it as it is and answer [`PutOutcome::Exists`]. Of several writers one wins, if the
+    /// backend [decides races](BlobStore::decides_races).
     IfAbsent,
     /// Replace it in one step: a reader sees the old bytes or the new.
     Overwrite,
@@ -142,35 +157,4 @@ pub trait BlobWriter: Send {
     /// # Errors
     /// As [`BlobStore::put`].
     fn commit(self: Box<Self>, key: &Key, mode: PutMode) -> Result<PutOutcome>;
-}
-
-/// Opens the store at `url`: `file:///DIR` or a plain path. Nothing is read or created yet.
-///
-/// # Errors
-/// [`StoreError::InvalidUrl`] for addresses that this build cannot use.
-pub fn open_url(url: &str) -> Result<Arc<dyn BlobStore>> {
-    let invalid = |why: &str| StoreError::InvalidUrl {
-        url: url.to_owned(),
-        why: why.to_owned(),
-    };
-    let path = match url.split_once("://") {
-        Some(("file", rest)) if rest.starts_with('/') => PathBuf::from(rest),
-        Some(("file", _)) => {
-            return Err(invalid(
-                "a file address is file:///DIR with an absolute directory",
-            ));
-        }
-        Some((scheme, _)) => {
-            return Err(invalid(&format!(
-                "{scheme}:// is not supported by this build; use file:///DIR or a directory's path"
-            )));
-        }
-        None if url.is_empty() => {
-            return Err(invalid(
-                "it is empty; use file:///DIR or a directory's path",
-            ));
-        }
-        None => PathBuf::from(url),
-    };
-    Ok(Arc::new(FileStore::new(path)?))
 }

@@ -1,5 +1,6 @@
 //! Layers in a store: reading ([`LayerStore`]), verifying, and writing ([`LayerWriter`]).
 
+mod claim;
 mod dedupe;
 mod frames;
 mod pack_writer;

@@ -193,11 +193,7 @@ impl LayerWriter {
             manifest: digest,
         })
         .unwrap_or_default();
-        let outcome = match store.blobs().put(
-            &Key::reference(&draft.reference),
-            &object,
-            PutMode::IfAbsent,
-        )? {
+        let outcome = match store.create_reference(&draft.reference, &digest, &object)? {
             PutOutcome::Created => {
                 stats.new_bytes += object.len() as u64;
                 PublishOutcome::Created

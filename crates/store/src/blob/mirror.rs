@@ -1,0 +1,290 @@
+//! Several addresses of one store. The first is the one that is written to, listed, and believed;
+//! the others are copies for reading when it cannot be reached or has lost an object.
+//!
+//! A copy may be behind. So what can change (references, channels and the like) is read from a
+//! copy only while the first cannot answer, "there is none" is believed of the first alone, and
+//! what a writer or a collection steers by (lists, leases, claims, collections) never comes from a
+//! copy. Objects that are named by their content are the same everywhere: they are read from
+//! whoever has them.
+//!
+//! An address that fails is asked last for a while: a second at first, twice as long after each
+//! further failure, a minute at most.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::{BlobStore, BlobWriter, ObjectInfo, PutMode, PutOutcome};
+use crate::error::{Result, StoreError};
+use crate::key::Key;
+
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+
+/// How an address did lately.
+#[derive(Debug, Clone, Copy, Default)]
+struct Health {
+    /// Failures in a row.
+    failures: u32,
+    /// Until when it is asked last.
+    paused_until: Option<Instant>,
+}
+
+#[derive(Debug)]
+struct Address {
+    store: Arc<dyn BlobStore>,
+    health: Mutex<Health>,
+}
+
+impl Address {
+    fn health(&self) -> MutexGuard<'_, Health> {
+        // Replaced as a whole: no panic leaves half of it.
+        self.health.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_paused(&self, now: Instant) -> bool {
+        self.health().paused_until.is_some_and(|until| until > now)
+    }
+
+    fn note(&self, failed: bool) {
+        let mut health = self.health();
+        if !failed {
+            *health = Health::default();
+            return;
+        }
+        let failures = health.failures.saturating_add(1);
+        let pause = FIRST_PAUSE
+            .saturating_mul(2_u32.saturating_pow(failures - 1))
+            .min(LONGEST_PAUSE);
+        *health = Health {
+            failures,
+            paused_until: Instant::now().checked_add(pause),
+        };
+    }
+}
+
+/// What kind of object a key is for, as far as copies go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Trust {
+    /// The same wherever it is.
+    Content,
+    /// May change: a copy is better than nothing.
+    Changing,
+    /// What writers and collections agree by: the first address or none.
+    Agreement,
+}
+
+impl Trust {
+    fn of(key: &Key) -> Self {
+        match key.as_str().split('/').next() {
+            Some("manifests" | "meta" | "maps" | "locators" | "packs" | "index") => Self::Content,
+            Some("leases" | "claims" | "gc") => Self::Agreement,
+            _ => Self::Changing,
+        }
+    }
+}
+
+/// A store with several addresses.
+#[derive(Debug)]
+pub struct MirrorStore {
+    first: Address,
+    copies: Vec<Address>,
+}
+
+impl MirrorStore {
+    /// `first` and copies of it, in the order in which they are asked.
+    #[must_use]
+    pub fn new(first: Arc<dyn BlobStore>, copies: Vec<Arc<dyn BlobStore>>) -> Self {
+        let address = |store| Address {
+            store,
+            health: Mutex::default(),
+        };
+        Self {
+            first: address(first),
+            copies: copies.into_iter().map(address).collect(),
+        }
+    }
+
+    /// Asks one address and notes how it did. A store that answers "no such object" is well.
+    fn ask<T>(
+        address: &Address,
+        act: &impl Fn(&dyn BlobStore) -> Result<Option<T>>,
+    ) -> Result<Option<T>> {
+        let result = act(address.store.as_ref());
+        // An address that answers with a damaged object is well itself.
+        let failed = result.as_ref().is_err_and(|error| !error.is_damage());
+        address.note(failed);
+        if let Err(error) = &result {
+            tracing::debug!("an address of the store failed: {error}");
+        }
+        result
+    }
+
+    /// Reads from whoever can answer. `act` answers `None` for "no such object".
+    fn read<T>(
+        &self,
+        key: &Key,
+        act: impl Fn(&dyn BlobStore) -> Result<Option<T>>,
+    ) -> Result<Option<T>> {
+        let trust = Trust::of(key);
+        if trust == Trust::Agreement {
+            return Self::ask(&self.first, &act);
+        }
+        let now = Instant::now();
+        let mut order: Vec<(bool, &Address)> = std::iter::once((true, &self.first))
+            .chain(self.copies.iter().map(|copy| (false, copy)))
+            .collect();
+        order.sort_by_key(|(_, address)| address.is_paused(now)); // stable: the order stays
+        let mut failure = None;
+        let mut none_at_first = false;
+        for (is_first, address) in order {
+            match Self::ask(address, &act) {
+                Ok(Some(found)) => return Ok(Some(found)),
+                Ok(None) if is_first && trust == Trust::Changing => return Ok(None),
+                Ok(None) => none_at_first |= is_first,
+                // The first address's own words, else what came first.
+                Err(error) if is_first => failure = Some(error),
+                Err(error) => failure = failure.or(Some(error)),
+            }
+        }
+        match failure {
+            // Nobody has it, and the one who is believed said so.
+            _ if none_at_first => Ok(None),
+            Some(error) => Err(error),
+            None => Ok(None),
+        }
+    }
+}
+
+impl BlobStore for MirrorStore {
+    fn get(&self, key: &Key, max_len: u64) -> Result<Option<Vec<u8>>> {
+        self.read(key, |store| store.get(key, max_len))
+    }
+
+    fn get_range(&self, key: &Key, range: Range<u64>) -> Result<Vec<u8>> {
+        let found = self.read(key, |store| match store.get_range(key, range.clone()) {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(StoreError::Missing { .. }) => Ok(None),
+            Err(error) => Err(error),
+        })?;
+        found.ok_or_else(|| StoreError::Missing {
+            store: self.url(),
+            key: key.to_string(),
+        })
+    }
+
+    fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<PutOutcome> {
+        self.first.store.put(key, bytes, mode)
+    }
+
+    fn put_stream(&self) -> Result<Box<dyn BlobWriter + '_>> {
+        self.first.store.put_stream()
+    }
+
+    /// Of the first address alone: a writer leaves out what the store has, not what a copy has.
+    fn size(&self, key: &Key) -> Result<Option<u64>> {
+        self.first.store.size(key)
+    }
+
+    fn list(&self, prefix: &str) -> Result<Vec<ObjectInfo>> {
+        self.first.store.list(prefix)
+    }
+
+    fn delete(&self, key: &Key) -> Result<bool> {
+        self.first.store.delete(key)
+    }
+
+    fn url(&self) -> String {
+        let mut url = self.first.store.url();
+        for copy in &self.copies {
+            url.push(',');
+            url.push_str(&copy.store.url());
+        }
+        url
+    }
+
+    fn decides_races(&self) -> bool {
+        self.first.store.decides_races()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::blob::{Fault, FaultStore, MemStore};
+
+    fn key(text: &str) -> Key {
+        Key::new(text).unwrap()
+    }
+
+    fn holding(objects: &[(&str, &str)]) -> Arc<dyn BlobStore> {
+        let store = MemStore::new();
+        for (name, bytes) in objects {
+            store
+                .put(&key(name), bytes.as_bytes(), PutMode::IfAbsent)
+                .unwrap();
+        }
+        Arc::new(store)
+    }
+
+    fn down() -> Arc<dyn BlobStore> {
+        Arc::new(FaultStore::fail_nth(holding(&[]), 1, Fault::Crash))
+    }
+
+    #[test]
+    fn content_comes_from_whoever_has_it() {
+        let store = MirrorStore::new(
+            holding(&[("packs/aa/one", "1")]),
+            vec![down(), holding(&[("packs/aa/two", "2")])],
+        );
+        assert_eq!(store.get(&key("packs/aa/one"), 9).unwrap().unwrap(), b"1");
+        assert_eq!(store.get(&key("packs/aa/two"), 9).unwrap().unwrap(), b"2");
+        assert_eq!(store.get_range(&key("packs/aa/two"), 0..1).unwrap(), b"2");
+        // The first says that there is none, and it is believed.
+        assert_eq!(store.get(&key("packs/aa/three"), 9).unwrap(), None);
+        let error = store.get_range(&key("packs/aa/three"), 0..1).unwrap_err();
+        assert!(matches!(error, StoreError::Missing { .. }), "{error:?}");
+    }
+
+    #[test]
+    fn a_copy_that_is_behind_does_not_speak_for_the_first() {
+        let copy = || holding(&[("refs/base/old/_1", "old"), ("leases/x", "x")]);
+        let store = MirrorStore::new(holding(&[]), vec![copy()]);
+        assert_eq!(
+            store.get(&key("refs/base/old/_1"), 9).unwrap(),
+            None,
+            "it was removed"
+        );
+        assert!(store.list("").unwrap().is_empty());
+        assert_eq!(store.size(&key("refs/base/old/_1")).unwrap(), None);
+
+        let store = MirrorStore::new(down(), vec![copy()]);
+        assert_eq!(
+            store.get(&key("refs/base/old/_1"), 9).unwrap().unwrap(),
+            b"old"
+        );
+        store.get(&key("refs/base/new/_1"), 9).unwrap_err();
+        store.get(&key("packs/aa/one"), 9).unwrap_err();
+        store.get(&key("leases/x"), 9).unwrap_err();
+        store.list("").unwrap_err();
+        store.put(&key("a/b"), b"", PutMode::Overwrite).unwrap_err();
+    }
+
+    #[test]
+    fn an_address_that_fails_is_asked_last() {
+        let first = Arc::new(FaultStore::fail_nth(
+            holding(&[("packs/aa/one", "1")]),
+            1,
+            Fault::Error,
+        ));
+        let store = MirrorStore::new(
+            Arc::clone(&first) as Arc<dyn BlobStore>,
+            vec![holding(&[("packs/aa/one", "1")])],
+        );
+        for _ in 0..5 {
+            assert_eq!(store.get(&key("packs/aa/one"), 9).unwrap().unwrap(), b"1");
+        }
+        assert_eq!(first.calls(), 1, "it rests after its failure");
+        assert!(!store.first.is_paused(Instant::now() + LONGEST_PAUSE));
+    }
+}
