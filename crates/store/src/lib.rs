@@ -15,9 +15,11 @@ mod digest;
 mod error;
 pub mod format;
 mod gc;
+pub mod index;
 mod key;
 mod layer;
 mod manifest;
+mod parallel;
 mod reference;
 
 pub use blob::{
@@ -31,10 +33,11 @@ pub use error::{FormatError, Result, StoreError};
 pub use format::locator::{FrameLoc, Locator, PackLoc};
 pub use format::map::{Extent, LayerMap, MapBuilder};
 pub use gc::{Amount, GcOptions, GcReport, Lease, LeaseKind, NodeLease, Reason, Waiting};
+pub use index::{ChunkIndex, CompactOptions, CompactReport, IndexStats, compact_index};
 pub use key::Key;
 pub use layer::{
-    Damage, Draft, FetchStats, FileChunks, LayerStore, LayerWriter, PublishOutcome, Published,
-    RefEntry, VerifyReport, WriteStats, WriterOptions,
+    Damage, Delivery, Draft, FetchStats, FileChunks, LayerStore, LayerWriter, PublishOutcome,
+    Published, ReadLimits, RefEntry, VerifyReport, WriteStats, WriterOptions,
 };
 pub use manifest::{
     Blob, Counts, Features, LayerId, MAX_MANIFEST_BYTES, MAX_META_BYTES, Manifest, ParentRef,

@@ -1,22 +1,28 @@
-//! What the store already has: all index segments, sorted together, and the tables of those packs
-//! that are really hit. A hit counts only if the pack is there, has its size, and its table
+//! What the store already has: its index, and the tables of those packs that are really hit. A hit counts only if the pack is there, has its size, and its table
 //! confirms the chunk, and the stored bytes of its frame have their digest: a layer is never
 //! published on an index's word alone, nor on damaged bytes. What is damaged, cannot be read or is
 //! gone is passed over with a warning, and the chunk is written anew.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use super::LayerStore;
 use super::frames::{FrameCheck, is_unusable};
 use crate::digest::Digest;
 use crate::error::{FormatError, Result, StoreError};
-use crate::format::index::{IndexEntry, IndexPack, IndexSegment, MAX_INDEX_BYTES};
+use crate::format::index::{IndexPack, IndexSegment, MAX_INDEX_BYTES};
 use crate::format::pack::{
     FOOTER_LEN, FRAMES_START, MAX_TABLE_LEN, PackFooter, PackFrame, PackTable, check_header,
 };
+use crate::index::{ChunkIndex, SegmentStream, segments};
 use crate::key::Key;
+use crate::parallel::{Bounds, Order, for_each};
 
+/// Verifying an index: requests at once, and bytes in memory.
+const VERIFY: Bounds = Bounds {
+    threads: 8,
+    bytes: 64 << 20,
+};
 /// Tables of packs kept in memory.
 const MAX_TABLES: usize = 64;
 
@@ -33,9 +39,10 @@ pub(super) struct StoredChunk {
 #[derive(Debug)]
 pub(super) struct IndexSet {
     store: LayerStore,
+    index: ChunkIndex,
+    /// Packs that were hit; their numbers are used here only.
     packs: Vec<IndexPack>,
-    /// Sorted by digest; a digest may have several places.
-    entries: Vec<IndexEntry>,
+    numbers: HashMap<IndexPack, u32>,
     /// `None`: not usable.
     tables: HashMap<u32, Option<Arc<PackTable>>>,
     /// Tables in memory, oldest first.
@@ -45,50 +52,37 @@ pub(super) struct IndexSet {
 }
 
 impl IndexSet {
-    /// Reads every index segment of the store.
-    pub(super) fn load(store: LayerStore) -> Result<Self> {
-        let mut set = Self {
+    /// Opens the index of the store.
+    pub(super) fn open(store: LayerStore) -> Result<Self> {
+        let index = ChunkIndex::open(&store, store.index_cache())?;
+        Ok(Self {
             store,
+            index,
             packs: Vec::new(),
-            entries: Vec::new(),
+            numbers: HashMap::new(),
             tables: HashMap::new(),
             loaded: VecDeque::new(),
             frames: FrameCheck::default(),
             warnings: Vec::new(),
-        };
-        let mut numbers: HashMap<Digest, u32> = HashMap::new();
-        for object in set.store.blobs().list("index/")? {
-            match set.store.index_segment(&object.key) {
-                Ok(Some(segment)) => set.add(&segment, &mut numbers)?,
-                Ok(None) => {} // deleted meanwhile
-                Err(error) if error.is_damage() => set.warn(format!("not used: {error}")),
-                Err(error) => return Err(error),
-            }
-        }
-        set.entries.sort_by_key(|e| e.digest); // stable: made for sorted runs
-        Ok(set)
+        })
     }
 
-    fn add(&mut self, segment: &IndexSegment, numbers: &mut HashMap<Digest, u32>) -> Result<()> {
-        let mut mapped = Vec::with_capacity(segment.packs().len());
-        for pack in segment.packs() {
-            let next = u32::try_from(self.packs.len())
-                .map_err(|_| FormatError::new("index", "the store has more than 2^32-1 packs"))?;
-            let number = *numbers.entry(pack.id).or_insert(next);
-            if number == next {
-                self.packs.push(*pack);
-            }
-            mapped.push(number);
-        }
-        self.entries
-            .extend(segment.entries().iter().filter_map(|e| {
-                let pack = usize::try_from(e.pack)
-                    .ok()
-                    .and_then(|p| mapped.get(p))
-                    .copied()?;
-                Some(IndexEntry { pack, ..*e })
-            }));
-        Ok(())
+    /// Numbers of packs, and indexes into their tables' chunks, where the chunk may be.
+    fn places(&mut self, digest: &Digest) -> Result<Vec<(u32, u32)>> {
+        let mut places = Vec::new();
+        self.index.find(digest, &mut places)?;
+        places
+            .into_iter()
+            .map(|place| {
+                let next = u32::try_from(self.packs.len())
+                    .map_err(|_| FormatError::new("index", "2^32-1 packs were hit"))?;
+                let number = *self.numbers.entry(place.pack).or_insert(next);
+                if number == next {
+                    self.packs.push(place.pack);
+                }
+                Ok((number, place.chunk))
+            })
+            .collect()
     }
 
     fn warn(&mut self, text: String) {
@@ -98,19 +92,14 @@ impl IndexSet {
 
     /// A usable place of the chunk with this digest.
     pub(super) fn locate(&mut self, digest: &Digest) -> Result<Option<StoredChunk>> {
-        let mut i = self.entries.partition_point(|e| &e.digest < digest);
-        while let Some(&entry) = self.entries.get(i).filter(|e| &e.digest == digest) {
-            i += 1;
-            let Some(table) = self.table(entry.pack)? else {
+        for (number, chunk) in self.places(digest)? {
+            let Some(table) = self.table(number)? else {
                 continue;
             };
-            let Some(&pack) = usize::try_from(entry.pack)
-                .ok()
-                .and_then(|p| self.packs.get(p))
-            else {
+            let Some(&pack) = usize::try_from(number).ok().and_then(|p| self.packs.get(p)) else {
                 continue;
             };
-            let chunk = usize::try_from(entry.chunk)
+            let chunk = usize::try_from(chunk)
                 .ok()
                 .and_then(|c| table.chunks.get(c));
             let found = chunk.filter(|c| &c.digest == digest).and_then(|c| {
@@ -126,9 +115,9 @@ impl IndexSet {
                 ));
                 continue;
             };
-            let sound =
-                self.frames
-                    .is_sound(&self.store, entry.pack, &pack, &table, chunk.frame)?;
+            let sound = self
+                .frames
+                .is_sound(&self.store, number, &pack, &table, chunk.frame)?;
             if sound {
                 return Ok(Some(StoredChunk {
                     pack,
@@ -143,14 +132,12 @@ impl IndexSet {
 
     /// Why a chunk that an index names has no usable place, if damage of its frame is the reason.
     pub(super) fn damage_of(&mut self, digest: &Digest) -> Result<Option<StoreError>> {
-        let mut i = self.entries.partition_point(|e| &e.digest < digest);
-        while let Some(&entry) = self.entries.get(i).filter(|e| &e.digest == digest) {
-            i += 1;
-            let table = self.table(entry.pack)?;
+        for (number, chunk) in self.places(digest)? {
+            let table = self.table(number)?;
             let damage = table.and_then(|table| {
-                let chunk = table.chunks.get(usize::try_from(entry.chunk).ok()?)?;
+                let chunk = table.chunks.get(usize::try_from(chunk).ok()?)?;
                 let frame = table.frames.get(usize::try_from(chunk.frame).ok()?)?;
-                self.frames.damage(&self.store, entry.pack, frame.offset)
+                self.frames.damage(&self.store, number, frame.offset)
             });
             if damage.is_some() {
                 return Ok(damage);
@@ -165,7 +152,8 @@ impl IndexSet {
         for line in &frames {
             tracing::warn!("{line}");
         }
-        let mut warnings = std::mem::take(&mut self.warnings);
+        let mut warnings = self.index.take_warnings();
+        warnings.append(&mut self.warnings);
         warnings.extend(frames);
         warnings
     }
@@ -202,7 +190,7 @@ impl IndexSet {
 
 impl LayerStore {
     /// An index segment, verified; `None` if it is gone.
-    pub(super) fn index_segment(&self, key: &Key) -> Result<Option<IndexSegment>> {
+    pub(crate) fn index_segment(&self, key: &Key) -> Result<Option<IndexSegment>> {
         let Some(bytes) = self.blobs().get(key, MAX_INDEX_BYTES)? else {
             return Ok(None);
         };
@@ -256,28 +244,66 @@ impl LayerStore {
         PackTable::parse(table, &footer).map_err(|e| self.bad(key, &e))
     }
 
-    /// Reads every index segment of the store and checks it, and that its packs are there.
+    /// Reads every index segment of the store and checks it, and that its packs are there. Several
+    /// requests at once, in bounded memory.
     ///
     /// # Errors
     /// If the backend fails; what is damaged or missing is in the answer.
     pub fn verify_index(&self) -> Result<Vec<StoreError>> {
+        let listed = segments(self)?;
         let mut damaged = Vec::new();
-        for object in self.blobs().list("index/")? {
-            match self.index_segment(&object.key) {
-                Ok(Some(segment)) => {
-                    for pack in segment.packs() {
-                        match self.pack_table(pack) {
-                            Ok(_) => {}
-                            Err(error) if error.is_damage() => damaged.push(error),
-                            Err(error) => return Err(error),
-                        }
-                    }
+        let mut packs: Vec<IndexPack> = Vec::new();
+        for_each(
+            &listed,
+            VERIFY,
+            Order::Kept,
+            |(_, _, size)| (*size).min(8 << 20),
+            |(key, _, _)| self.check_segment(key),
+            |_, result| match result {
+                Ok(named) => {
+                    packs.extend(named);
+                    Ok(())
                 }
-                Ok(None) => {}
-                Err(error) if error.is_damage() => damaged.push(error),
-                Err(error) => return Err(error),
-            }
-        }
+                Err(error) if error.is_damage() => {
+                    damaged.push(error);
+                    Ok(())
+                }
+                Err(error) => Err(error),
+            },
+        )?;
+        let mut seen = HashSet::new();
+        packs.retain(|pack| seen.insert(*pack));
+        for_each(
+            &packs,
+            VERIFY,
+            Order::Kept,
+            |pack| {
+                pack.size
+                    .saturating_sub(pack.table_offset)
+                    .saturating_mul(3)
+            },
+            |pack| self.pack_table(pack).map(|_| ()),
+            |_, result| match result {
+                Err(error) if error.is_damage() => {
+                    damaged.push(error);
+                    Ok(())
+                }
+                other => other,
+            },
+        )?;
         Ok(damaged)
+    }
+
+    /// The packs of a segment, after checking all of it; none if it is gone.
+    pub(super) fn check_segment(&self, key: &Key) -> Result<Vec<IndexPack>> {
+        let Some(stream) = SegmentStream::open(self, key)? else {
+            return Ok(Vec::new());
+        };
+        let packs = stream.packs().to_vec();
+        match stream.check() {
+            Ok(()) => Ok(packs),
+            Err(StoreError::Missing { .. }) => Ok(Vec::new()), // deleted meanwhile
+            Err(error) => Err(error),
+        }
     }
 }

@@ -10,12 +10,13 @@ mod read;
 mod verify;
 mod writer;
 
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use serde::{Deserialize, Serialize};
 
 pub use publish::{Draft, PublishOutcome, Published};
-pub use read::FetchStats;
+pub use read::{Delivery, FetchStats, ReadLimits};
 pub use verify::{Damage, VerifyReport};
 pub use writer::{FileChunks, LayerWriter, WriteStats, WriterOptions};
 
@@ -44,6 +45,8 @@ struct Inner {
     url: String,
     /// Set once the store's marker was read and understood.
     known: OnceLock<()>,
+    /// Where writers keep their copy of the index.
+    index_cache: Option<PathBuf>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -77,17 +80,43 @@ impl LayerStore {
                 blobs,
                 url,
                 known: OnceLock::new(),
+                index_cache: None,
             }),
         }
     }
 
     /// The same store through a wrapper of its backend. What is known of the marker stays known.
     pub(crate) fn over(&self, blobs: Arc<dyn BlobStore>) -> Self {
-        let store = Self::new(blobs);
-        if self.inner.known.get().is_some() {
-            let _ = store.inner.known.set(());
+        let url = blobs.url();
+        Self {
+            inner: Arc::new(Inner {
+                blobs,
+                url,
+                known: self.inner.known.clone(),
+                index_cache: self.inner.index_cache.clone(),
+            }),
         }
-        store
+    }
+
+    /// The same store, whose writers keep a copy of the index in the directory `cache` (of all
+    /// stores: each has a directory of its own in it). Without one, every writer reads the whole
+    /// index.
+    #[must_use]
+    pub fn with_index_cache(self, cache: impl Into<PathBuf>) -> Self {
+        Self {
+            inner: Arc::new(Inner {
+                blobs: Arc::clone(&self.inner.blobs),
+                url: self.inner.url.clone(),
+                known: self.inner.known.clone(),
+                index_cache: Some(cache.into()),
+            }),
+        }
+    }
+
+    /// Where writers keep their copy of the index.
+    #[must_use]
+    pub fn index_cache(&self) -> Option<&Path> {
+        self.inner.index_cache.as_deref()
     }
 
     /// The backend.

@@ -1,5 +1,6 @@
 //! Reading frames and ranges of the data address space. Frames that lie near each other in one
-//! pack are fetched in one request. Nothing is handed out before its digest was checked.
+//! pack are fetched in one request; several requests are under way at once, within a budget of
+//! memory. Nothing is handed out before its digest was checked.
 
 use std::ops::Range;
 
@@ -10,11 +11,15 @@ use crate::error::{Result, StoreError};
 use crate::format::locator::{FrameLoc, Locator};
 use crate::format::map::{Extent, LayerMap};
 use crate::key::Key;
+use crate::parallel::{Bounds, Order, for_each};
 
 /// Bytes between two frames that are fetched rather than split into two requests.
 pub(super) const MAX_GAP: u64 = 64 << 10;
 /// Longest request in bytes, unless one frame is longer.
 pub(super) const MAX_REQUEST: u64 = 4 << 20;
+/// Raw bytes of the frames of one request, unless one frame has more: what its answer takes in
+/// memory, whatever the frames compress to.
+const MAX_REQUEST_RAW: u64 = 16 << 20;
 
 /// What a read cost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -23,6 +28,57 @@ pub struct FetchStats {
     pub requests: u64,
     /// Bytes received, those of gaps between frames included.
     pub bytes: u64,
+    /// Frames verified and handed out.
+    pub frames: u64,
+}
+
+impl FetchStats {
+    /// Requests for each GiB received.
+    #[must_use]
+    pub fn requests_per_gib(&self) -> u64 {
+        let per_gib = (u128::from(self.requests) << 30).div_ceil(u128::from(self.bytes.max(1)));
+        u64::try_from(per_gib).unwrap_or(u64::MAX)
+    }
+}
+
+/// How much of a read is under way at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ReadLimits {
+    /// Requests at once. Their answers are verified and decompressed by as many threads, which
+    /// live as long as the call; 0 and 1: all on the caller's thread.
+    pub requests: usize,
+    /// Bytes of requests under way and of frames not yet handed out, stored and raw. A request
+    /// that needs more runs alone.
+    pub bytes: u64,
+}
+
+impl ReadLimits {
+    /// Hides the latency of a remote store and keeps a few cores busy, in 48 MiB.
+    pub const RECOMMENDED: Self = Self {
+        requests: 6,
+        bytes: 48 << 20,
+    };
+    /// One request after the other on the caller's thread.
+    pub const SEQUENTIAL: Self = Self {
+        requests: 1,
+        bytes: 0,
+    };
+
+    pub(super) const fn bounds(self) -> Bounds {
+        Bounds {
+            threads: self.requests,
+            bytes: self.bytes,
+        }
+    }
+}
+
+/// The order in which frames are handed out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Delivery {
+    /// By pack and offset.
+    InOrder,
+    /// Whatever arrives first: no frame waits for another's request.
+    AsFetched,
 }
 
 /// One request: a range of a pack and the frames in it.
@@ -31,6 +87,15 @@ pub(super) struct Request {
     pub(super) pack: Digest,
     pub(super) range: Range<u64>,
     pub(super) frames: Vec<u32>,
+    /// Raw bytes of the frames.
+    pub(super) raw: u64,
+}
+
+impl Request {
+    /// Bytes that it takes in memory when all is decompressed.
+    pub(super) fn weight(&self) -> u64 {
+        (self.range.end - self.range.start).saturating_add(self.raw)
+    }
 }
 
 /// A frame of a locator by its number.
@@ -65,9 +130,11 @@ pub(super) fn plan(locator: &Locator, frames: &[u32]) -> Result<Vec<Request>> {
         if let Some(request) = requests.last_mut().filter(|_| last_pack == Some(pack)) {
             let joined = request.range.end.max(end);
             let near = offset <= request.range.end.saturating_add(MAX_GAP);
-            if near && joined - request.range.start <= MAX_REQUEST {
+            let raw = request.raw.saturating_add(frame.raw_len.into());
+            if near && joined - request.range.start <= MAX_REQUEST && raw <= MAX_REQUEST_RAW {
                 request.range.end = joined;
                 request.frames.push(number);
+                request.raw = raw;
                 continue;
             }
         }
@@ -84,10 +151,13 @@ pub(super) fn plan(locator: &Locator, frames: &[u32]) -> Result<Vec<Request>> {
             pack: id,
             range: offset..end,
             frames: vec![number],
+            raw: frame.raw_len.into(),
         });
     }
     Ok(requests)
 }
+
+type Answer = (u64, Vec<(u32, Vec<u8>)>, Option<StoreError>);
 
 /// The part of a request's bytes that is a frame's.
 pub(super) fn slice_of<'a>(
@@ -177,9 +247,8 @@ impl LayerStore {
         self.open_frame(&request.pack, location, &stored)
     }
 
-    /// Fetches frames, each once, in the order of packs and offsets. Frames of one pack that are
-    /// at most 64 KiB apart are fetched in one request of up to 4 MiB. `sink` gets a frame's number
-    /// and its raw bytes, verified as by [`LayerStore::read_frame`]; its error ends the call.
+    /// Fetches frames, each once, in the order of packs and offsets, within
+    /// [`ReadLimits::RECOMMENDED`]: [`LayerStore::read_frames_with`].
     ///
     /// # Errors
     /// As [`LayerStore::read_frame`], and what `sink` answers.
@@ -189,18 +258,69 @@ impl LayerStore {
         frames: &[u32],
         sink: &mut dyn FnMut(u32, Vec<u8>) -> Result<()>,
     ) -> Result<FetchStats> {
+        let limits = ReadLimits::RECOMMENDED;
+        self.read_frames_with(locator, frames, limits, Delivery::InOrder, sink)
+    }
+
+    /// Fetches frames, each once. Frames of one pack that are at most 64 KiB apart are fetched in
+    /// one request of up to 4 MiB (stored; 16 MiB raw). `sink` gets a frame's number and its raw
+    /// bytes, verified as by [`LayerStore::read_frame`], on the caller's thread; its error ends the
+    /// call. The frames of one request are handed out one after the other.
+    ///
+    /// # Errors
+    /// As [`LayerStore::read_frame`], and what `sink` answers. In order, all frames before the one
+    /// that failed were handed out.
+    pub fn read_frames_with(
+        &self,
+        locator: &Locator,
+        frames: &[u32],
+        limits: ReadLimits,
+        delivery: Delivery,
+        sink: &mut dyn FnMut(u32, Vec<u8>) -> Result<()>,
+    ) -> Result<FetchStats> {
+        let requests = plan(locator, frames)?;
+        let order = match delivery {
+            Delivery::InOrder => Order::Kept,
+            Delivery::AsFetched => Order::Free,
+        };
         let mut stats = FetchStats::default();
-        for request in plan(locator, frames)? {
-            let bytes = self.fetch(&request.pack, request.range.clone())?;
-            stats.requests += 1;
-            stats.bytes += bytes.len() as u64;
-            for &number in &request.frames {
-                let frame = frame_at(locator, number)?;
-                let stored = slice_of(&request, &bytes, frame).unwrap_or_default();
-                sink(number, self.open_frame(&request.pack, frame, stored)?)?;
+        for_each(
+            &requests,
+            limits.bounds(),
+            order,
+            Request::weight,
+            |request| self.run_request(locator, request),
+            |_, (bytes, opened, error)| {
+                stats.requests += 1;
+                stats.bytes += bytes;
+                for (number, raw) in opened {
+                    stats.frames += 1;
+                    sink(number, raw)?;
+                }
+                error.map_or(Ok(()), Err)
+            },
+        )?;
+        Ok(stats)
+    }
+
+    /// Bytes received, the frames before the first bad one, and what is wrong with that.
+    fn run_request(&self, locator: &Locator, request: &Request) -> Answer {
+        let bytes = match self.fetch(&request.pack, request.range.clone()) {
+            Ok(bytes) => bytes,
+            Err(error) => return (0, Vec::new(), Some(error)),
+        };
+        let mut opened = Vec::with_capacity(request.frames.len());
+        for &number in &request.frames {
+            let raw = frame_at(locator, number).and_then(|frame| {
+                let stored = slice_of(request, &bytes, frame).unwrap_or_default();
+                self.open_frame(&request.pack, frame, stored)
+            });
+            match raw {
+                Ok(raw) => opened.push((number, raw)),
+                Err(error) => return (bytes.len() as u64, opened, Some(error)),
             }
         }
-        Ok(stats)
+        (bytes.len() as u64, opened, None)
     }
 
     /// Fetches the chunks of these extents (indexes into the map), each extent once, verified

@@ -1,6 +1,7 @@
 //! Proving every byte of a layer: reference, manifest, metadata, map, locator, the packs' headers
 //! and tables, every frame and every chunk. Damage is collected, not stopped at: one pass tells all
-//! that is wrong. Only an unknown reference or a failing backend ends it early.
+//! that is wrong. Only an unknown reference or a failing backend ends it early. Packs and frames are
+//! read and checked by several threads in bounded memory; the report is the same as one thread's.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -9,12 +10,29 @@ use super::LayerStore;
 use super::read::{Request, frame_at, plan, slice_of};
 use crate::digest::Digest;
 use crate::error::{Result, StoreError};
+use crate::format::index::IndexPack;
 use crate::format::locator::{FrameLoc, Locator, PackLoc};
 use crate::format::map::LayerMap;
 use crate::format::pack::{FOOTER_LEN, FRAMES_START, PackFooter, check_header};
+use crate::index::{SegmentStream, segments};
 use crate::key::Key;
 use crate::manifest::{LayerId, Manifest};
+use crate::parallel::{Bounds, Order, for_each};
 use crate::reference::Reference;
+
+/// Bytes of requests and frames in memory at once, whatever the number of cores.
+const MAX_MEMORY: u64 = 64 << 20;
+/// What a frame takes at most when it is decompressed.
+const MAX_FRAME: u64 = 4 << 20;
+/// What a pack's table is taken to need: a usual one needs less, the largest 256 MiB.
+const TABLE_WEIGHT: u64 = 8 << 20;
+/// Segments read at once, and bytes of them in memory.
+const SEGMENTS: Bounds = Bounds {
+    threads: 8,
+    bytes: 48 << 20,
+};
+/// Requests under way even where there are fewer cores: a remote store has latency.
+const MIN_REQUESTS: usize = 4;
 
 /// One damaged object, or part of one.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,31 +82,69 @@ impl VerifyReport {
     }
 }
 
+/// Records damage, passes other errors on.
+fn note<T>(
+    damaged: &mut Vec<Damage>,
+    result: Result<T>,
+    data: impl FnOnce() -> Vec<Range<u64>>,
+) -> Result<Option<T>> {
+    match result {
+        Ok(value) => Ok(Some(value)),
+        Err(error) if error.is_damage() => {
+            let range = match &error {
+                StoreError::Corrupt { range, .. } => range.clone(),
+                _ => None,
+            };
+            let key = error.key().map_or_else(|| error.to_string(), str::to_owned);
+            damaged.push(Damage {
+                key,
+                range,
+                what: error.to_string(),
+                data: data(),
+            });
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
+
 impl VerifyReport {
-    /// Records damage, passes other errors on.
     fn note<T>(
         &mut self,
         result: Result<T>,
         data: impl FnOnce() -> Vec<Range<u64>>,
     ) -> Result<Option<T>> {
-        match result {
-            Ok(value) => Ok(Some(value)),
-            Err(error) if error.is_damage() => {
-                let range = match &error {
-                    StoreError::Corrupt { range, .. } => range.clone(),
-                    _ => None,
-                };
-                let key = error.key().map_or_else(|| error.to_string(), str::to_owned);
-                self.damaged.push(Damage {
-                    key,
-                    range,
-                    what: error.to_string(),
-                    data: data(),
-                });
-                Ok(None)
-            }
-            Err(error) => Err(error),
-        }
+        note(&mut self.damaged, result, data)
+    }
+}
+
+/// A part of the report that one thread makes.
+#[derive(Debug, Default)]
+struct Part {
+    objects: u64,
+    frames: u64,
+    chunks: u64,
+    stored_bytes: u64,
+    raw_bytes: u64,
+    damaged: Vec<Damage>,
+}
+
+impl Part {
+    fn note<T>(
+        &mut self,
+        result: Result<T>,
+        data: impl FnOnce() -> Vec<Range<u64>>,
+    ) -> Result<Option<T>> {
+        note(&mut self.damaged, result, data)
+    }
+
+    fn add(&mut self, other: Self) {
+        self.objects += other.objects;
+        self.frames += other.frames;
+        self.chunks += other.chunks;
+        self.stored_bytes += other.stored_bytes;
+        self.raw_bytes += other.raw_bytes;
+        self.damaged.extend(other.damaged);
     }
 }
 
@@ -170,24 +226,63 @@ impl LayerStore {
     /// That a sound index segment names each pack of the layer.
     fn verify_indexed(&self, locator: &Locator, report: &mut VerifyReport) -> Result<()> {
         let mut open: HashSet<PackLoc> = locator.packs().iter().copied().collect();
-        let mut bad = Vec::new();
-        for object in self.blobs().list("index/")? {
-            if open.is_empty() {
-                break;
-            }
-            match self.index_segment(&object.key) {
-                Ok(Some(segment)) => {
-                    for pack in segment.packs() {
-                        open.remove(&PackLoc {
-                            id: pack.id,
-                            size: pack.size,
-                        });
-                    }
+        let listed = segments(self)?;
+        // Which segments say that they name one of the packs: their first bytes. Then those, whole.
+        let mut candidates: Vec<&Key> = Vec::new();
+        let mut others: Vec<&Key> = Vec::new();
+        let loc = |pack: &IndexPack| PackLoc {
+            id: pack.id,
+            size: pack.size,
+        };
+        for_each(
+            &listed,
+            SEGMENTS,
+            Order::Kept,
+            |_| 64 << 10,
+            |(key, _, _)| {
+                let stream = SegmentStream::open(self, key)?;
+                let names = |p: &IndexPack| open.contains(&loc(p));
+                Ok(stream.is_some_and(|s| s.packs().iter().any(names)))
+            },
+            |number, result| {
+                let Some((key, _, _)) = listed.get(number) else {
+                    return Ok(());
+                };
+                match result {
+                    Ok(true) => candidates.push(key),
+                    Ok(false) => others.push(key),
+                    Err(error) if StoreError::is_damage(&error) => others.push(key),
+                    Err(error) => return Err(error),
                 }
-                Ok(None) => {} // deleted meanwhile
-                Err(error) if error.is_damage() => bad.push(error),
-                Err(error) => return Err(error),
-            }
+                Ok(())
+            },
+        )?;
+        let mut bad = Vec::new();
+        let mut check = |keys: &[&Key], open: &mut HashSet<PackLoc>| {
+            for_each(
+                keys,
+                SEGMENTS,
+                Order::Kept,
+                |_| 6 << 20,
+                |key| self.check_segment(key),
+                |_, result| match result {
+                    Ok(named) => {
+                        for pack in &named {
+                            open.remove(&loc(pack));
+                        }
+                        Ok(())
+                    }
+                    Err(error) if StoreError::is_damage(&error) => {
+                        bad.push(error);
+                        Ok(())
+                    }
+                    Err(error) => Err(error),
+                },
+            )
+        };
+        check(&candidates, &mut open)?;
+        if !open.is_empty() {
+            check(&others, &mut open)?; // to name those that are damaged
         }
         let packs = locator.packs().iter().filter(|pack| open.contains(pack));
         let lines: Vec<String> = packs
@@ -219,39 +314,101 @@ impl LayerStore {
         Ok(())
     }
 
+    /// Every pack of the locator: first that it is there and its structure, then its frames, each
+    /// on all cores. The report does not depend on who was first.
     fn verify_packs(
         &self,
         map: &LayerMap,
         locator: &Locator,
         report: &mut VerifyReport,
     ) -> Result<()> {
-        let mut by_pack: Vec<Vec<u32>> = vec![Vec::new(); locator.packs().len()];
+        let bounds = Bounds {
+            threads: std::thread::available_parallelism()
+                .map_or(1, usize::from)
+                .max(MIN_REQUESTS),
+            bytes: MAX_MEMORY,
+        };
+        let mut packs: Vec<(PackLoc, Vec<u32>)> = locator
+            .packs()
+            .iter()
+            .map(|pack| (*pack, Vec::new()))
+            .collect();
         for (number, frame) in (0_u32..).zip(locator.frames()) {
-            if let Some(list) = usize::try_from(frame.pack)
-                .ok()
-                .and_then(|p| by_pack.get_mut(p))
-            {
+            let pack = usize::try_from(frame.pack).ok();
+            if let Some((_, list)) = pack.and_then(|p| packs.get_mut(p)) {
                 list.push(number);
             }
         }
-        for (pack, mine) in locator.packs().iter().zip(by_pack) {
-            report.objects += 1;
-            // A pack that is gone is one damage, not one for each of its frames.
-            let key = Key::pack(&pack.id);
-            let size = self
-                .blobs()
-                .size(&key)
-                .and_then(|size| size.ok_or_else(|| self.missing(&key)));
-            let Some(size) = report.note(size, || data_of(map, locator, &mine))? else {
-                continue;
-            };
-            let structure = self.verify_structure(pack, size, locator, &mine);
-            report.note(structure, Vec::new)?;
-            for request in plan(locator, &mine)? {
-                self.verify_request(map, locator, &request, report)?;
-            }
+        let mut parts: Vec<Part> = Vec::with_capacity(packs.len());
+        let mut requests: Vec<(usize, Request)> = Vec::new();
+        for_each(
+            &packs,
+            bounds,
+            Order::Kept,
+            |_| TABLE_WEIGHT,
+            |(pack, mine)| self.verify_pack(map, locator, pack, mine),
+            |number, result| {
+                let (there, part) = result?;
+                parts.push(part);
+                if let Some((_, mine)) = packs.get(number).filter(|_| there) {
+                    requests.extend(plan(locator, mine)?.into_iter().map(|r| (number, r)));
+                }
+                Ok::<(), StoreError>(())
+            },
+        )?;
+        for_each(
+            &requests,
+            bounds,
+            Order::Kept,
+            // One frame at a time is decompressed.
+            |(_, request)| (request.range.end - request.range.start).saturating_add(MAX_FRAME),
+            |(_, request)| self.verify_request(map, locator, request),
+            |number, result| {
+                let part = result?;
+                let pack = requests
+                    .get(number)
+                    .and_then(|(pack, _)| parts.get_mut(*pack));
+                if let Some(pack) = pack {
+                    pack.add(part);
+                }
+                Ok::<(), StoreError>(())
+            },
+        )?;
+        for part in parts {
+            report.objects += part.objects;
+            report.frames += part.frames;
+            report.chunks += part.chunks;
+            report.stored_bytes += part.stored_bytes;
+            report.raw_bytes += part.raw_bytes;
+            report.damaged.extend(part.damaged);
         }
         Ok(())
+    }
+
+    /// Whether the pack is there to read frames from, and what is wrong with its structure.
+    fn verify_pack(
+        &self,
+        map: &LayerMap,
+        locator: &Locator,
+        pack: &PackLoc,
+        frames: &[u32],
+    ) -> Result<(bool, Part)> {
+        let mut part = Part {
+            objects: 1,
+            ..Part::default()
+        };
+        // A pack that is gone is one damage, not one for each of its frames.
+        let key = Key::pack(&pack.id);
+        let size = self
+            .blobs()
+            .size(&key)
+            .and_then(|size| size.ok_or_else(|| self.missing(&key)));
+        let Some(size) = part.note(size, || data_of(map, locator, frames))? else {
+            return Ok((false, part));
+        };
+        let structure = self.verify_structure(pack, size, locator, frames);
+        part.note(structure, Vec::new)?;
+        Ok((true, part))
     }
 
     /// A pack's header, footer and table, and that the table says of the frames what the locator
@@ -301,13 +458,8 @@ impl LayerStore {
         Ok(())
     }
 
-    fn verify_request(
-        &self,
-        map: &LayerMap,
-        locator: &Locator,
-        request: &Request,
-        report: &mut VerifyReport,
-    ) -> Result<()> {
+    fn verify_request(&self, map: &LayerMap, locator: &Locator, request: &Request) -> Result<Part> {
+        let mut part = Part::default();
         let whole = self.fetch(&request.pack, request.range.clone());
         for &number in &request.frames {
             let frame = frame_at(locator, number)?;
@@ -326,13 +478,13 @@ impl LayerStore {
                         self.verify_frame(map, locator, &request.pack, number, &stored)
                     }),
             };
-            let raw = report.note(result, || data_of(map, locator, &[number]))?;
-            report.frames += 1;
-            report.stored_bytes += u64::from(frame.stored_len);
-            report.chunks += locator.extents_of_frame(number).len() as u64;
-            report.raw_bytes += raw.unwrap_or(0);
+            let raw = part.note(result, || data_of(map, locator, &[number]))?;
+            part.frames += 1;
+            part.stored_bytes += u64::from(frame.stored_len);
+            part.chunks += locator.extents_of_frame(number).len() as u64;
+            part.raw_bytes += raw.unwrap_or(0);
         }
-        Ok(())
+        Ok(part)
     }
 
     /// Raw bytes of the frame.

@@ -82,8 +82,8 @@ pub(super) enum Place {
 /// Writes one layer's chunks, then publishes it with [`LayerWriter::finish`]. Dropped without
 /// that, nothing of it is visible except packs that no index names.
 ///
-/// Memory: what the store's index needs (40 bytes a chunk), about 100 bytes per chunk of this
-/// layer, and a bounded number of frames.
+/// Memory: what the store's index needs (see [`crate::index`]; about 1.4 bytes a chunk with a
+/// cache), about 100 bytes per chunk of this layer, and a bounded number of frames.
 #[derive(Debug)]
 pub struct LayerWriter {
     pub(super) store: LayerStore,
@@ -124,7 +124,7 @@ impl LayerWriter {
             jobs => return Err(invalid(format!("{jobs} jobs are more than {MAX_JOBS}"))),
         };
         store.check_marker()?;
-        let index = IndexSet::load(store.clone())?;
+        let index = IndexSet::open(store.clone())?;
         let pipeline = Pipeline::new(store.blobs().clone(), options.level, jobs)?;
         Ok(Self {
             store,

@@ -17,6 +17,7 @@ mod full_disk;
 mod golden;
 mod healing;
 mod hostile;
+mod index_cache;
 mod publishing;
 mod reading;
 mod references;
