@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use layerpack_store::{Digest, LayerStore};
+use layerpack_store::{Delivery, Digest, LayerStore, ReadLimits};
 
 use super::ReadError;
 use super::blob::{Blob, Source};
@@ -13,6 +13,13 @@ use crate::sync::Ordering;
 
 /// Shortest time between two looks for a newer locator of a blob.
 const REFRESH_PAUSE: Duration = Duration::from_secs(5);
+
+/// Frames of one batch that lie apart are asked for at once. Their memory is in the readers' budget
+/// already.
+const BATCH_LIMITS: ReadLimits = ReadLimits {
+    requests: 4,
+    bytes: 32 << 20,
+};
 
 /// Frames to fetch, with the duty to land their flights: whatever is left when it is dropped
 /// (queue closed, panic) fails, and nobody waits for ever.
@@ -98,20 +105,22 @@ fn run(mut batch: Batch) {
     let wanted: Vec<u32> = batch.frames.iter().map(|(frame, _)| *frame).collect();
     let locator = Arc::clone(&batch.source.locator);
     let mut counted = 0_u64;
-    let result = store.read_frames(&locator, &wanted, &mut |frame, bytes| {
-        // Counted before its readers wake, so that what they have seen is in the counters.
-        let stored = usize::try_from(frame)
-            .ok()
-            .and_then(|at| locator.frames().get(at))
-            .map_or(0, |f| u64::from(f.stored_len));
-        blob.counters
-            .fetched_stored
-            .fetch_add(stored, Ordering::Relaxed);
-        counted += stored;
-        let outcome = blob.keep(&batch.source, frame, bytes);
-        batch.land(frame, outcome);
-        Ok(())
-    });
+    let (limits, delivery) = (BATCH_LIMITS, Delivery::AsFetched);
+    let result =
+        store.read_frames_with(&locator, &wanted, limits, delivery, &mut |frame, bytes| {
+            // Counted before its readers wake, so that what they have seen is in the counters.
+            let stored = usize::try_from(frame)
+                .ok()
+                .and_then(|at| locator.frames().get(at))
+                .map_or(0, |f| u64::from(f.stored_len));
+            blob.counters
+                .fetched_stored
+                .fetch_add(stored, Ordering::Relaxed);
+            counted += stored;
+            let outcome = blob.keep(&batch.source, frame, bytes);
+            batch.land(frame, outcome);
+            Ok(())
+        });
     match result {
         Ok(stats) => {
             let counters = &blob.counters;
