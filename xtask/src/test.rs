@@ -103,7 +103,12 @@ pub(crate) fn run(full: bool, no_setup: bool) -> Result<()> {
 fn for_tests<'a>(command: &'a mut Command, skip_log: &Path, full: bool) -> &'a mut Command {
     command.env("LAYERPACK_SKIP_LOG", skip_log);
     // A developer's own settings must not steer what tests do.
-    for variable in ["LAYERPACK_ROOT", "LAYERPACK_STORE", "SOURCE_DATE_EPOCH"] {
+    for variable in [
+        "LAYERPACK_ROOT",
+        "LAYERPACK_STORE",
+        "LAYERPACK_CACHE",
+        "SOURCE_DATE_EPOCH",
+    ] {
         command.env_remove(variable);
     }
     if full {

@@ -74,7 +74,6 @@ impl Context {
 
     /// The directory of what can be made again, absolute; it need not exist. `None`: keep nothing,
     /// and do without.
-    #[expect(dead_code, reason = "its first users follow")]
     pub(crate) fn cache_dir(&self) -> Option<&Path> {
         self.cache_dir.as_deref()
     }
@@ -84,9 +83,13 @@ impl Context {
         !self.quiet && self.format == Format::Text
     }
 
-    /// Opens the store.
+    /// Opens the store. Its index is copied to the cache directory when something is written.
     pub(crate) fn store(&self) -> anyhow::Result<LayerStore> {
-        Ok(LayerStore::new(layerpack_store::open_url(&self.store_url)?))
+        let store = LayerStore::new(layerpack_store::open_url(&self.store_url)?);
+        Ok(match self.cache_dir() {
+            Some(dir) => store.with_index_cache(dir.join("index")),
+            None => store,
+        })
     }
 
     /// A client of this node's daemon, which is started if it does not run.

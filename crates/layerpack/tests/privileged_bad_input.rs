@@ -26,7 +26,8 @@ fn as_nobody(node: &Node, setpriv: &std::path::Path) -> Command {
         .args(["--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--"])
         .arg(binary)
         .env("LAYERPACK_ROOT", node.root())
-        .env("LAYERPACK_STORE", node.store());
+        .env("LAYERPACK_STORE", node.store())
+        .env("LAYERPACK_CACHE", "");
     command
 }
 
@@ -356,7 +357,8 @@ fn privileged_a_missing_kernel_feature_is_named() {
             .args(["--mount", "sh", "-c", &format!("mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 && mknod -m 666 /dev/urandom c 1 9 && {script}"), "sh", env!("CARGO_BIN_EXE_layerpack")])
             .arg(&point)
             .env("LAYERPACK_ROOT", node.root())
-            .env("LAYERPACK_STORE", node.store());
+            .env("LAYERPACK_STORE", node.store())
+            .env("LAYERPACK_CACHE", "");
         command.output().unwrap()
     };
     let error = one_error(1, &without("exec \"$1\" mount base/b:1 \"$2\""));

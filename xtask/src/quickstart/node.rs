@@ -42,6 +42,7 @@ impl Node {
         command
             .env("LAYERPACK_ROOT", &self.root)
             .env("LAYERPACK_STORE", &self.store)
+            .env("LAYERPACK_CACHE", "")
             .env_remove("SOURCE_DATE_EPOCH");
         // Progress redraws a line; in a log it would be noise.
         if !std::io::stderr().is_terminal() {

@@ -40,6 +40,7 @@ impl Node {
         command
             .env("LAYERPACK_ROOT", self.root())
             .env("LAYERPACK_STORE", self.store())
+            .env("LAYERPACK_CACHE", self.scratch.join("cache"))
             .env_remove("LAYERPACK_LOG")
             .env_remove("SOURCE_DATE_EPOCH")
             .env_remove("NOTIFY_SOCKET")
