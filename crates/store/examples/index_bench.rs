@@ -127,6 +127,7 @@ impl BlobStore for Synthetic {
             .map(|(key, size)| ObjectInfo {
                 key: key.clone(),
                 size: *size,
+                modified: None,
             })
             .collect();
         listed.sort_unstable();
