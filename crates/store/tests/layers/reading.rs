@@ -1,6 +1,8 @@
 //! Ranges, frames and requests.
 
-use layerpack_store::{LayerMap, LayerStore, Locator, StoreError};
+use layerpack_store::{
+    Delivery, Key, LayerMap, LayerStore, Locator, PutMode, ReadLimits, StoreError,
+};
 
 use crate::support::{data_of, memory, noise, publish, reference, sample, text};
 
@@ -154,5 +156,111 @@ fn extents_are_found_by_range() {
         (5..5, 0..1),
     ] {
         assert_eq!(map.extents_in(range.clone()), expected, "{range:?}");
+    }
+}
+
+/// Frames by number, requests and bytes, however the read is done.
+#[test]
+fn limits_and_delivery_change_only_the_order() {
+    // Far enough apart for many requests: every third of 200 frames.
+    let files: Vec<_> = (0..200).map(|i| noise(i, 65_536)).collect();
+    let (store, _, locator) = open(&files);
+    let wanted: Vec<u32> = (0..200).step_by(3).collect();
+    let small = ReadLimits {
+        requests: 3,
+        bytes: 1, // less than any request: one at a time
+    };
+    let mut all = Vec::new();
+    for limits in [ReadLimits::SEQUENTIAL, ReadLimits::RECOMMENDED, small] {
+        for delivery in [Delivery::InOrder, Delivery::AsFetched] {
+            let mut seen = Vec::new();
+            let stats = store
+                .read_frames_with(&locator, &wanted, limits, delivery, &mut |frame, raw| {
+                    assert!(raw == files[frame as usize], "frame {frame}");
+                    seen.push(frame);
+                    Ok(())
+                })
+                .unwrap();
+            if delivery == Delivery::InOrder {
+                assert_eq!(seen, wanted);
+            }
+            seen.sort_unstable();
+            assert_eq!(seen, wanted);
+            all.push(stats);
+        }
+    }
+    assert_eq!((all[0].requests, all[0].frames), (67, 67));
+    assert_eq!(all[0].requests_per_gib(), 16_384);
+    assert!(all.iter().all(|stats| stats == &all[0]), "{all:?}");
+}
+
+/// In order, everything before a damaged frame is handed out, and nothing after it.
+#[test]
+fn a_damaged_frame_ends_the_read_at_its_place() {
+    let files: Vec<_> = (0..100).map(|i| noise(i, 65_536)).collect();
+    let (blobs, store) = memory();
+    publish(&store, "base/x:1", &files).unwrap();
+    let (_, manifest) = store.load(&reference("base/x:1")).unwrap();
+    let map = store.map(&manifest).unwrap();
+    let locator = store.locator(&manifest, &map).unwrap();
+    for bad in [0_u32, 41, 99] {
+        let frame = locator.frames()[bad as usize];
+        let key = Key::pack(&locator.packs()[0].id);
+        let good = blobs.get(&key, u64::MAX).unwrap().unwrap();
+        let mut bytes = good.clone();
+        bytes[frame.offset as usize] ^= 1;
+        blobs.put(&key, &bytes, PutMode::Overwrite).unwrap();
+        for step in [1, 3] {
+            let wanted: Vec<u32> = (0..100).filter(|f| f % step == bad % step).collect();
+            let mut seen = Vec::new();
+            let error = store
+                .read_frames(&locator, &wanted, &mut |frame, _| {
+                    seen.push(frame);
+                    Ok(())
+                })
+                .unwrap_err();
+            assert!(matches!(error, StoreError::Corrupt { .. }), "{error:?}");
+            let before: Vec<u32> = wanted.iter().copied().filter(|f| *f < bad).collect();
+            assert_eq!(seen, before, "frame {bad}, step {step}");
+        }
+        blobs.put(&key, &good, PutMode::Overwrite).unwrap();
+    }
+}
+
+/// The report of several threads is one and the same, in the order of packs and frames.
+#[test]
+fn verifying_tells_the_same_every_time() {
+    let (blobs, store) = memory();
+    let mut files: Vec<Vec<u8>> = Vec::new();
+    // Each publication adds packs; the last layer uses all.
+    for part in 0..5_u64 {
+        files.extend((0..40).map(|i| noise(part * 100 + i, 65_536)));
+        publish(&store, &format!("base/p:{part}"), &files).unwrap();
+    }
+    publish(&store, "base/x:1", &files).unwrap();
+    let (_, manifest) = store.load(&reference("base/x:1")).unwrap();
+    let map = store.map(&manifest).unwrap();
+    let locator = store.locator(&manifest, &map).unwrap();
+    assert_eq!(locator.packs().len(), 5);
+    let mut expected = Vec::new();
+    for bad in (3..200).step_by(17) {
+        let frame = locator.frames()[bad];
+        let key = Key::pack(&locator.packs()[frame.pack as usize].id);
+        let mut bytes = blobs.get(&key, u64::MAX).unwrap().unwrap();
+        bytes[frame.offset as usize + 9] ^= 4;
+        blobs.put(&key, &bytes, PutMode::Overwrite).unwrap();
+        let end = frame.offset + u64::from(frame.stored_len);
+        expected.push((key.to_string(), Some(frame.offset..end)));
+    }
+    let first = store.verify(&reference("base/x:1")).unwrap();
+    let found: Vec<_> = first
+        .damaged
+        .iter()
+        .map(|d| (d.key.clone(), d.range.clone()))
+        .collect();
+    assert_eq!(found, expected);
+    assert_eq!((first.frames, first.chunks), (200, 200));
+    for _ in 0..5 {
+        assert_eq!(store.verify(&reference("base/x:1")).unwrap(), first);
     }
 }
