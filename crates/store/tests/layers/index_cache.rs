@@ -511,7 +511,7 @@ const CHILD: &str = "LAYERPACK_TEST_INDEX_CHILD";
 
 /// A process of its own: opens the index again and again.
 #[test]
-#[ignore = "run by other tests"]
+#[ignore = "a child process of another test"]
 fn child_that_opens_the_index() {
     let Ok(dir) = std::env::var(CHILD) else {
         return;
