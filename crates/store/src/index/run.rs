@@ -31,6 +31,9 @@ pub(super) const MAX_BLOCK: usize = 4096;
 const FILTER_AFTER: u32 = 512;
 /// Bytes of the table of digest bytes that are kept in memory, at most: larger runs do without.
 const MAX_FILTER: u64 = 96 << 20;
+/// Packs of a run whose records are kept in memory, at most (3.5 MiB): those of larger runs are read
+/// one by one.
+const MAX_RECORDS: u32 = 1 << 16;
 /// Segments of a run, at most.
 const MAX_SEGMENTS: u32 = 1 << 24;
 
@@ -204,6 +207,7 @@ pub(super) struct Run {
     pub(super) live: Vec<bool>,
     starts: OnceLock<Vec<u32>>,
     filter: OnceLock<Vec<u8>>,
+    records: OnceLock<Vec<RunPack>>,
     lookups: AtomicU32,
 }
 
@@ -249,6 +253,7 @@ impl Run {
             segments,
             starts: OnceLock::new(),
             filter: OnceLock::new(),
+            records: OnceLock::new(),
             lookups: AtomicU32::new(0),
         })
     }
@@ -276,7 +281,8 @@ impl Run {
     pub(super) fn memory(&self) -> u64 {
         let starts = self.starts.get().map_or(0, |s| s.len() as u64 * 4);
         let filter = self.filter.get().map_or(0, |f| f.len() as u64);
-        starts + filter + self.segments.len() as u64 * 33
+        let records = self.records.get().map_or(0, |r| r.len() as u64 * 56);
+        starts + filter + records + self.segments.len() as u64 * 33
     }
 
     /// Where each block begins, in chunks; one more than there are blocks.
@@ -390,12 +396,29 @@ impl Run {
         if number >= self.packs {
             return Err(damaged("a chunk is in a pack that it does not have"));
         }
+        if let Some(records) = self.records()? {
+            let record = usize::try_from(number).ok().and_then(|n| records.get(n));
+            return record.copied().ok_or_else(|| damaged("a pack is cut off"));
+        }
         let mut bytes = [0; size_of::<RunPack>()];
         let at = self.layout.packs + u64::from(number) * size_of::<RunPack>() as u64;
         self.file.read_exact_at(&mut bytes, at)?;
         let pack = RunPack::read_from_bytes(&bytes).map_err(|_| damaged("a pack is cut off"))?;
         pack.check()?;
         Ok(pack)
+    }
+
+    /// The packs' records, if they are few enough to be kept.
+    fn records(&self) -> io::Result<Option<&[RunPack]>> {
+        if self.packs > MAX_RECORDS {
+            return Ok(None);
+        }
+        if let Some(records) = self.records.get() {
+            return Ok(Some(records));
+        }
+        let mut records = Vec::with_capacity(usize::try_from(self.packs).unwrap_or(0));
+        self.for_each_pack(|pack| records.push(pack))?;
+        Ok(Some(self.records.get_or_init(|| records)))
     }
 
     /// All packs, in bounded pieces.
