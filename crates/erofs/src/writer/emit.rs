@@ -38,7 +38,7 @@ pub(super) fn emit(
     sink.pad_to(SUPERBLOCK_OFFSET as u64)?;
     let superblock = superblock(plan, options, uuid)?;
     sink.write(superblock.as_bytes())?;
-    if options.data_blocks > 0 {
+    if options.has_device() {
         let device = RawDevice {
             tag: options.device_tag,
             blocks: U32::new(fits(options.data_blocks)?),
@@ -57,7 +57,7 @@ pub(super) fn emit(
         })?;
         sink.pad_to(plan.nid(*id) * SLOT as u64)?;
         bytes.clear();
-        encode_inode(plan, *id, ino, &mut symlinks, &mut bytes)?;
+        encode_inode(plan, options, *id, ino, &mut symlinks, &mut bytes)?;
         sink.write(&bytes)?;
     }
     sink.pad_to(plan.shared_start)?;
@@ -77,7 +77,12 @@ pub(super) fn emit(
 }
 
 fn superblock(plan: &Plan<'_>, options: &WriteOptions, uuid: [u8; 16]) -> Result<RawSuperblock> {
-    let has_device = options.data_blocks > 0;
+    let has_device = options.has_device();
+    let own_data = if options.data_follows {
+        options.data_blocks
+    } else {
+        0
+    };
     let mut incompat = 0;
     if plan.chunked {
         incompat |= INCOMPAT_CHUNKED;
@@ -99,7 +104,7 @@ fn superblock(plan: &Plan<'_>, options: &WriteOptions, uuid: [u8; 16]) -> Result
         inodes: U64::new(plan.inode_count()),
         epoch: U64::new(plan.epoch.sec.cast_unsigned()),
         epoch_nsec: U32::new(plan.epoch.nsec),
-        blocks: U32::new(fits(plan.blocks)?),
+        blocks: U32::new(fits(plan.blocks + own_data)?),
         meta_block: U32::ZERO,
         xattr_block: U32::new(fits(shared_block(plan))?),
         uuid,
@@ -134,6 +139,7 @@ fn shared_block(plan: &Plan<'_>) -> u64 {
 
 fn encode_inode(
     plan: &Plan<'_>,
+    options: &WriteOptions,
     id: NodeId,
     ino: u32,
     symlinks: &mut std::slice::Iter<'_, (NodeId, u64)>,
@@ -224,7 +230,12 @@ fn encode_inode(
         (NodeKind::Symlink(target), Tail::Inline(_)) => out.extend_from_slice(target),
         (NodeKind::File(data), Tail::Chunks(_)) => {
             out.resize(out.len().next_multiple_of(8), 0);
-            encode_chunks(data, out)?;
+            let (device, first) = if options.data_follows {
+                (0, plan.blocks)
+            } else {
+                (1, 0)
+            };
+            encode_chunks(data, device, first, out)?;
         }
         _ => {}
     }
@@ -240,10 +251,11 @@ fn chunk_format(data: &FileData) -> u32 {
     u32::from(bits - BLOCK_BITS) | CHUNK_INDEXES
 }
 
-fn encode_chunks(data: &FileData, out: &mut Vec<u8>) -> Result<()> {
+/// The chunk index of a file whose blocks count from `first` of a device.
+fn encode_chunks(data: &FileData, device: u16, first: u64, out: &mut Vec<u8>) -> Result<()> {
     let mut push = |place: Option<u64>| -> Result<()> {
         let (device, block) = match place {
-            Some(block) => (1, fits(block)?),
+            Some(block) => (device, fits(first + block)?),
             None => (0, NULL_BLOCK),
         };
         let chunk = RawChunk {

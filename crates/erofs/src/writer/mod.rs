@@ -31,6 +31,9 @@ use crate::tree::{Timestamp, Tree};
 pub struct WriteOptions {
     /// Size of device 1 in blocks of 4 KiB. 0: there is no device 1 and no file has bytes.
     pub data_blocks: u64,
+    /// The data is not on a device: it follows the metadata in the same file, so that this is
+    /// whole by itself.
+    pub data_follows: bool,
     /// Goes into the device table to tell which data file belongs to the image, e.g. the
     /// start of a digest as text. Not zero if there is a device: old kernels want a tag.
     pub device_tag: [u8; 64],
@@ -43,10 +46,18 @@ pub struct WriteOptions {
     pub build_time: Option<Timestamp>,
 }
 
+impl WriteOptions {
+    /// Whether the image needs a device for its data.
+    fn has_device(&self) -> bool {
+        self.data_blocks > 0 && !self.data_follows
+    }
+}
+
 impl Default for WriteOptions {
     fn default() -> Self {
         Self {
             data_blocks: 0,
+            data_follows: false,
             device_tag: [0; 64],
             uuid: None,
             volume_name: [0; 16],
@@ -58,7 +69,8 @@ impl Default for WriteOptions {
 /// What [`write_image`] wrote.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ImageInfo {
-    /// Size of the image in bytes, a multiple of 4096.
+    /// Size of the image in bytes, a multiple of 4096. Data that follows is not counted: it
+    /// begins here.
     pub bytes: u64,
     /// Number of inodes.
     pub inodes: u64,

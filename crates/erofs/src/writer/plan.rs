@@ -96,7 +96,7 @@ impl<'t> Plan<'t> {
         plan.epoch = options.build_time.unwrap_or_else(|| plan.commonest_time());
         let shared = Shared::new(tree, plan.order.iter().copied());
         plan.shared = shared.map_err(|(id, reason)| plan.refuse(id, reason))?;
-        plan.place_inodes(options.data_blocks > 0)?;
+        plan.place_inodes(options.has_device())?;
         plan.place_blocks(options.data_blocks)?;
         Ok(plan)
     }
@@ -368,7 +368,7 @@ impl<'t> Plan<'t> {
             }
         }
         self.blocks = next;
-        // Both devices share one address space of 32 bits, whose last value means "none".
+        // Metadata and data share one address space of 32 bits, whose last value means "none".
         let limit = u64::from(u32::MAX) - 1;
         if next.saturating_add(data_blocks) > limit {
             return Err(Error::TooLarge {
