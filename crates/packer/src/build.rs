@@ -9,6 +9,7 @@ use crate::error::{PackError, Result};
 use crate::filter::Filter;
 use crate::git::Git;
 use crate::layout;
+use crate::merge;
 use crate::model::Layer;
 use crate::options::{BuildOptions, BuildReport, Progress, Source};
 use crate::path::{components, escapes};
@@ -104,7 +105,14 @@ fn fill(store: &LayerStore, options: &BuildOptions, progress: &dyn Progress) -> 
     let mut git = options.git_index.then(Git::default);
     let filter = Filter::new(&options.excludes, &options.xattrs, &options.limits)?
         .with(&options.includes, &options.owners)?;
-    let mut layer = Layer::new(options.reference.kind == Kind::Base);
+    check(options)?;
+    let mut warnings = Warnings::default();
+    let (mut layer, below) = match below(store, options, &mut warnings)? {
+        // A whole tree, of which the difference is taken later.
+        Some(below) if options.difference => (Layer::new(true), Some(below)),
+        Some(below) => (Layer::above(below), None),
+        None => (Layer::new(options.reference.kind == Kind::Base), None),
+    };
     let start = start_directory(&mut layer, options)?;
     let read = read(
         store,
@@ -115,22 +123,83 @@ fn fill(store: &LayerStore, options: &BuildOptions, progress: &dyn Progress) -> 
         git.as_mut(),
         progress,
     );
-    let settled = read.and_then(|writer| layer.settle().map(|()| writer));
-    let warnings = std::mem::take(&mut layer.warnings);
-    match settled {
-        Ok(writer) => {
-            if let Some(epoch) = options.source_date_epoch {
-                layer.clamp_times(epoch);
-            }
-            Ok(Filled {
-                layer,
-                writer,
-                warnings,
-                git,
-            })
+    let settled = read.and_then(|writer| {
+        layer.settle()?;
+        warnings.absorb(std::mem::take(&mut layer.warnings));
+        if let Some(epoch) = options.source_date_epoch {
+            layer.clamp_times(epoch);
         }
+        if let Some(below) = below {
+            layer = Layer::difference(&below, &layer, &filter, defines_root(options))?;
+        }
+        Ok(writer)
+    });
+    warnings.absorb(std::mem::take(&mut layer.warnings));
+    match settled {
+        Ok(writer) => Ok(Filled {
+            layer,
+            writer,
+            warnings,
+            git,
+        }),
         Err(error) => Err(warnings.tell(error, progress)),
     }
+}
+
+/// Refuses options that do not fit together.
+fn check(options: &BuildOptions) -> Result<()> {
+    let invalid = |option: &str, why: &str| {
+        Err(PackError::InvalidOption {
+            option: option.to_owned(),
+            why: why.to_owned(),
+        })
+    };
+    if options.reference.kind == Kind::Base && !options.parents.is_empty() {
+        return invalid("parents", "a base lies at the bottom: it has none");
+    }
+    if options.difference && options.parents.is_empty() {
+        return invalid("difference", "name the layers that it is one to");
+    }
+    if options.difference && options.at.is_some() {
+        return invalid("at", "a difference is one of whole trees");
+    }
+    if options.difference && options.git_index {
+        let why = "an index is refreshed for the files of its own layer, a difference has but some";
+        return invalid("git-index", why);
+    }
+    Ok(())
+}
+
+/// What the layers show that this one lies on.
+fn below(
+    store: &LayerStore,
+    options: &BuildOptions,
+    warnings: &mut Warnings,
+) -> Result<Option<Layer>> {
+    if options.parents.is_empty() {
+        return Ok(None);
+    }
+    let mut manifests = Vec::with_capacity(options.parents.len());
+    for parent in &options.parents {
+        let manifest = store.manifest(&parent.manifest)?;
+        if manifest.kind == Kind::Base && !manifests.is_empty() {
+            return Err(PackError::InvalidOption {
+                option: manifest.reference().to_string(),
+                why: "a base lies at the bottom; name the layers from the bottom up".to_owned(),
+            });
+        }
+        manifests.push((parent.manifest, manifest));
+    }
+    let mut below = merge::stack(store, &manifests, false, warnings)?;
+    // Removed in one of them is not there, whatever lies further down.
+    merge::overlay::bottom(&mut below)?;
+    Ok(Some(below))
+}
+
+/// A base's root is its own, and so is that of a difference. Of anything else it is where the
+/// source happened to lie, and the layers below know better.
+fn defines_root(options: &BuildOptions) -> bool {
+    matches!(options.reference.kind, Kind::Base | Kind::Diff)
 }
 
 /// Reads the source into `layer`; its contents go through the writer that comes back.
@@ -143,9 +212,7 @@ fn read(
     git: Option<&mut Git>,
     progress: &dyn Progress,
 ) -> Result<LayerWriter> {
-    // A base's root is its own. Of anything else it is where the source happened to lie, and the
-    // layers below know better.
-    let defines_root = matches!(options.reference.kind, Kind::Base | Kind::Diff);
+    let defines_root = defines_root(options);
     let mut writer = store.writer(WriterOptions {
         level: options.level,
         jobs: options.jobs,
@@ -166,6 +233,7 @@ fn read(
         Source::Tar(path) => {
             progress.phase("read");
             let writer = &mut writer;
+            let input = tar::open(path, options.limits.max_ratio)?;
             let limits = options.limits;
             let mut source = TarSource {
                 layer,
@@ -178,11 +246,13 @@ fn read(
                 git,
                 kept_back: Vec::new(),
                 kept_bytes: 0,
+                lazy: input.lazy,
             };
-            let input = tar::open(path)?;
+            let (input, ending) = input.split();
             tar::ahead(input, |input| {
                 source.read(&mut Reader::new(input, path.display().to_string(), limits))
             })?;
+            source.close(&ending)?;
         }
     }
     Ok(writer)

@@ -11,7 +11,9 @@ use layerpack_erofs::{
     write_image,
 };
 use layerpack_store::chunker::Params;
-use layerpack_store::{Counts, Digest, Draft, Extent, LayerMap, MapBuilder, Reference, StoreError};
+use layerpack_store::{
+    Counts, Digest, Draft, Extent, Hasher, LayerMap, MapBuilder, Reference, StoreError,
+};
 
 use crate::content::Content;
 use crate::error::{PackError, Result};
@@ -21,6 +23,8 @@ use crate::options::EntryCounts;
 /// Version of everything that decides a layer's bytes besides the formats: what is a hole, the
 /// order of addresses, metadata of implicit directories. A change of any is a new number.
 const RULES: &str = "1";
+/// Name of every image's filesystem.
+const VOLUME: [u8; 16] = *b"layerpack\0\0\0\0\0\0\0";
 
 /// A layer ready to be published.
 pub(crate) struct Finished {
@@ -30,6 +34,76 @@ pub(crate) struct Finished {
     pub counts: EntryCounts,
     /// Size of the metadata image in bytes.
     pub meta_bytes: u64,
+}
+
+/// Gives all contents their addresses.
+fn place_files(layer: &mut Layer) -> Result<(Addresses, EntryCounts)> {
+    let (files, counts) = survey(layer);
+    layer.mark_whiteouts();
+    let mut addresses = Addresses::default();
+    let (small, large): (Vec<_>, Vec<_>) = files.into_iter().partition(|id| {
+        layer
+            .content(*id)
+            .is_some_and(|content| content.size <= BLOCK_SIZE)
+    });
+    for id in small.into_iter().chain(large) {
+        let Some(content) = layer.content(id) else {
+            continue;
+        };
+        let layout = addresses.place(content)?;
+        let size = content.size;
+        layer.tree.node_mut(id).kind = NodeKind::File(FileData { size, layout });
+    }
+    Ok((addresses, counts))
+}
+
+/// An image that holds its data itself.
+pub(crate) struct Standalone {
+    /// The metadata, in front of the data.
+    pub meta: Vec<u8>,
+    /// Where chunks lie in the data, rising.
+    pub extents: Vec<Extent>,
+    /// Size of the data in bytes.
+    pub data_bytes: u64,
+    /// What it holds.
+    pub counts: EntryCounts,
+}
+
+/// Lays out `layer` as one image for use without us.
+pub(crate) fn standalone(mut layer: Layer) -> Result<Standalone> {
+    let (addresses, counts) = place_files(&mut layer)?;
+    let mut options = WriteOptions {
+        data_blocks: addresses.next,
+        data_follows: true,
+        volume_name: VOLUME,
+        ..WriteOptions::default()
+    };
+    let mut meta = Vec::new();
+    let info = write_image(&layer.tree, &options, &mut meta)?;
+    // The identity is one of the contents too.
+    let mut hasher = Hasher::new();
+    hasher.update(&info.uuid);
+    for extent in &addresses.extents {
+        hasher.update(&extent.data_offset.to_le_bytes());
+        hasher.update(extent.digest.as_bytes());
+    }
+    let digest = hasher.finish();
+    let mut uuid = info.uuid;
+    for (byte, own) in uuid.iter_mut().zip(digest.as_bytes()) {
+        *byte = *own;
+    }
+    let [.., version, _, variant, _, _, _, _, _, _, _] = &mut uuid;
+    *version = (*version & 0x0f) | 0x80;
+    *variant = (*variant & 0x3f) | 0x80;
+    options.uuid = Some(uuid);
+    meta.clear();
+    write_image(&layer.tree, &options, &mut meta)?;
+    Ok(Standalone {
+        meta,
+        data_bytes: addresses.next * BLOCK_SIZE,
+        extents: addresses.extents,
+        counts,
+    })
 }
 
 /// Lays out `layer`. Its whiteouts must be settled.
@@ -63,32 +137,16 @@ pub(crate) fn image(layer: &mut Layer) -> Result<Vec<u8>> {
 
 /// Gives all contents their addresses and writes metadata and map.
 fn arrange(layer: &mut Layer) -> Result<(Vec<u8>, LayerMap, EntryCounts)> {
-    let (files, counts) = survey(layer);
-    layer.mark_whiteouts();
-    let mut addresses = Addresses::default();
-    let (small, large): (Vec<_>, Vec<_>) = files.into_iter().partition(|id| {
-        layer
-            .content(*id)
-            .is_some_and(|content| content.size <= BLOCK_SIZE)
-    });
-    for id in small.into_iter().chain(large) {
-        let Some(content) = layer.content(id) else {
-            continue;
-        };
-        let layout = addresses.place(content)?;
-        let size = content.size;
-        layer.tree.node_mut(id).kind = NodeKind::File(FileData { size, layout });
-    }
+    let (addresses, counts) = place_files(layer)?;
     let data_blocks = addresses.next;
     let map = addresses.map(layer.implicit_paths())?;
     let map_digest = Digest::of(&map.to_bytes());
     let options = WriteOptions {
         data_blocks,
         device_tag: device_tag(&map_digest),
-        volume_name: *b"layerpack\0\0\0\0\0\0\0",
+        volume_name: VOLUME,
         // Neither name nor clock: the tree's own.
-        uuid: None,
-        build_time: None,
+        ..WriteOptions::default()
     };
     let mut meta = Vec::new();
     write_image(&layer.tree, &options, &mut meta)?;

@@ -37,7 +37,10 @@ mod xattrs;
 
 pub use build::{build, build_split};
 pub use error::{PackError, Result};
-pub use export::{Compression, ExportOptions, ExportReport, ExportTarget, export};
+pub use export::{
+    Compression, ExportOptions, ExportReport, ExportTarget, FlattenOptions, FlattenReport, export,
+    flatten,
+};
 pub use git::GitIndex;
 pub use image::{ImageSource, ImportOptions, ImportReport, import, import_split};
 pub use merge::{MergeOptions, merge};

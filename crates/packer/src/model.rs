@@ -15,6 +15,7 @@ use crate::path::{Component, components, join};
 use crate::warnings::Warnings;
 
 mod below;
+mod difference;
 mod ghosts;
 mod prune;
 
@@ -277,7 +278,8 @@ impl Layer {
     /// Turns whiteouts and opaque marks into nodes and attributes. Afterwards the tree is what the
     /// layer shows to overlayfs.
     pub(crate) fn settle(&mut self) -> Result<()> {
-        self.link_copies()?;
+        self.copy_linked_files()?;
+        self.inherit();
         let whiteouts = std::mem::take(&mut self.whiteouts);
         let opaque = std::mem::take(&mut self.opaque);
         if self.bottom {

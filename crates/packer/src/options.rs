@@ -16,7 +16,8 @@ use crate::owner::Owners;
 pub enum Source {
     /// A directory of this machine.
     Dir(PathBuf),
-    /// A tar archive: plain, gzip or zstd, told apart by its first bytes.
+    /// A tar archive: plain or compressed with gzip, zstd, xz or bzip2, told apart by its first
+    /// bytes. The path `-` is standard input; a file of that name is `./-`.
     Tar(PathBuf),
 }
 
@@ -49,6 +50,9 @@ pub struct Limits {
     pub max_entries: u64,
     /// Most bytes read: file contents, or the uncompressed archive.
     pub max_bytes: u64,
+    /// Most uncompressed bytes for each stored one of a compressed archive. Counts from 1 GiB of
+    /// uncompressed bytes on.
+    pub max_ratio: u64,
     /// Longest path in bytes.
     pub max_path: u64,
     /// Most components in a path.
@@ -65,6 +69,8 @@ impl Default for Limits {
         Self {
             max_entries: 20_000_000,
             max_bytes: 1 << 42,
+            // zstd makes 32,768 of one where all is zeros; no other files come near.
+            max_ratio: 50_000,
             max_path: 256 << 10,
             max_depth: 32_768,
             max_xattr_value: 65_535,
@@ -84,8 +90,13 @@ pub struct BuildOptions {
     pub source: Source,
     /// Path in the layer below which the source is put, `/`-separated; None: at the root.
     pub at: Option<Vec<u8>>,
-    /// Layers that this one is meant to lie on; recorded in the manifest.
+    /// Layers that this one is meant to lie on, bottom first; recorded in the manifest. What they
+    /// show decides where paths lead, what hard links name and how directories look that the
+    /// source only passes through. A base has none.
     pub parents: Vec<ParentRef>,
+    /// Pack only what is different from what `parents` show, so that the layer on top of them is
+    /// the source's tree.
+    pub difference: bool,
     /// Platform, as in `linux/amd64`.
     pub platform: String,
     /// Labels of the manifest.
@@ -132,6 +143,7 @@ impl BuildOptions {
             source,
             at: None,
             parents: Vec::new(),
+            difference: false,
             platform: "linux/amd64".to_owned(),
             labels: BTreeMap::new(),
             annotations: BTreeMap::new(),

@@ -12,7 +12,7 @@ use crate::git::{self, Git};
 use crate::model::{Layer, Place, WHITEOUT};
 use crate::options::{Limits, Progress};
 use crate::path::{components, escapes};
-use crate::tar::{Entry, EntryKind, Piece, Reader};
+use crate::tar::{Ending, Entry, EntryKind, Piece, Reader, is_landmark};
 
 const PREFIX: &[u8] = b".wh.";
 const OPAQUE: &[u8] = b".wh..wh..opq";
@@ -45,6 +45,8 @@ pub(crate) struct TarSource<'a> {
     pub kept_back: Vec<(NodeId, Vec<u8>, Vec<u8>)>,
     /// Their bytes.
     pub kept_bytes: usize,
+    /// Whether the archive is one for lazy readers, whose own entries are no files.
+    pub lazy: bool,
 }
 
 impl TarSource<'_> {
@@ -69,6 +71,25 @@ impl TarSource<'_> {
         self.flush()
     }
 
+    /// Takes out what a lazy reader does not show, where only the archive's end told that it is
+    /// for one.
+    pub(crate) fn close(&mut self, ending: &Ending) -> Result<()> {
+        if self.lazy || !ending.is_lazy() {
+            return Ok(());
+        }
+        let names: Vec<Vec<u8>> = self
+            .layer
+            .tree
+            .children(self.start)
+            .map(|(name, _)| name.to_vec())
+            .filter(|name| is_landmark(name))
+            .collect();
+        for name in names {
+            self.layer.clear(self.start, &name)?;
+        }
+        Ok(())
+    }
+
     fn entry<R: Read>(&mut self, mut entry: Entry, reader: &mut Reader<R>) -> Result<()> {
         self.limits.check_path(&entry.path)?;
         if escapes(&entry.path) {
@@ -83,6 +104,9 @@ impl TarSource<'_> {
             .last()
             .map(|name| name.to_vec())
             .unwrap_or_default();
+        if self.lazy && is_landmark(&path) {
+            return Ok(());
+        }
         let is_directory = entry.kind == EntryKind::Directory;
         if self.filter.excludes(&path, is_directory) {
             return Ok(());

@@ -6,6 +6,7 @@
 
 mod archive;
 mod contents;
+mod flatten;
 mod image;
 mod layer;
 
@@ -15,6 +16,8 @@ use std::str::FromStr;
 
 use layerpack_store::{Digest, LayerStore, Manifest};
 use tempfile::NamedTempFile;
+
+pub use self::flatten::{FlattenOptions, FlattenReport, flatten};
 
 use self::contents::Contents;
 use self::layer::Writing;

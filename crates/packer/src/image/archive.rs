@@ -111,7 +111,7 @@ type Members = BTreeMap<Vec<u8>, Member>;
 
 /// Where everything lies, and the small members that may be documents, by their offsets.
 fn survey(path: &Path, limits: Limits) -> Result<(Members, Documents)> {
-    let (counted, position) = Counted::new(tar::open(path)?);
+    let (counted, position) = Counted::new(tar::open(path, limits.max_ratio)?.reader);
     let mut reader = Reader::new(counted, path.display().to_string(), limits);
     let (mut members, mut documents) = (Members::new(), Documents::new());
     let mut kept = 0;
@@ -193,7 +193,8 @@ pub(super) fn member(
         file.seek(SeekFrom::Start(offset)).map_err(io)?;
         return Ok(Box::new(file.take(size)));
     }
-    let mut input = tar::open(archive)?;
+    // All of it was read once, within the limits.
+    let mut input = tar::open(archive, u64::MAX)?.reader;
     io::copy(&mut (&mut input).take(offset), &mut io::sink()).map_err(io)?;
     Ok(Box::new(input.take(size)))
 }

@@ -395,7 +395,10 @@ impl Import<'_> {
             ..self.options.limits
         };
         let (stored, stored_seen) = Hashing::new(blob.open()?);
-        let (raw, raw_seen) = Hashing::new(tar::decode(stored, &blob.name)?);
+        let input = tar::decode(stored, &blob.name, limits.max_ratio)?;
+        let lazy = input.lazy || blob.is_lazy();
+        let (raw, ending) = input.split();
+        let (raw, raw_seen) = Hashing::new(raw);
         let mut source = TarSource {
             layer: &mut layer,
             writer,
@@ -408,11 +411,13 @@ impl Import<'_> {
             git: self.git.as_mut(),
             kept_back: Vec::new(),
             kept_bytes: 0,
+            lazy,
         };
         let name = blob.name.display().to_string();
         let read = tar::ahead(Box::new(raw), |input| {
             source.read(&mut Reader::new(input, name.clone(), limits))
         });
+        let read = read.and_then(|()| source.close(&ending));
         let bad = |what: String| PackError::BadImage {
             path: name.clone(),
             what,

@@ -124,6 +124,14 @@ enum Place {
 }
 
 impl Blob {
+    /// Whether what is stored is known to be for lazy readers before it is read.
+    fn is_lazy(&self) -> bool {
+        match &self.place {
+            Place::File(path) => crate::tar::is_lazy_file(path),
+            Place::Member { .. } => false,
+        }
+    }
+
     /// The stored bytes.
     fn open(&self) -> Result<Box<dyn Read + Send>> {
         match &self.place {

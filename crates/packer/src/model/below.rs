@@ -2,15 +2,16 @@
 //!
 //! Paths of entries follow symbolic links of the layers below just as their own, and a hard link
 //! may name a file of theirs, which is then copied up with all its names, so that it stays one
-//! file. Nothing else of them gets into the layer. What a whiteout or an opaque mark of the layer
-//! has hidden so far is not followed.
+//! file. So is a file that loses some of its names, to show the right link count. Directories that
+//! the layer only passes through take their metadata. Nothing else of them gets into the layer.
+//! What a whiteout or an opaque mark of the layer has hidden so far is not followed.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use layerpack_erofs::{NodeId, Tree};
 
-use super::{Content, Layer, Place};
-use crate::error::Result;
+use super::{Content, Layer, OPAQUE, Place};
+use crate::error::{PackError, Result};
 use crate::path::join;
 
 /// See the module's documentation.
@@ -72,14 +73,12 @@ impl Layer {
     /// What the layers below show under a name of a directory that the layer has.
     pub(super) fn beneath(&self, parent: NodeId, name: &[u8]) -> Option<(NodeId, &Layer)> {
         let below = self.below.as_ref()?;
-        let hidden = self.opaque.contains(&parent)
-            || self.is_opaque(parent)
-            || self.whiteouts.contains(&(parent, name.to_vec()));
-        if hidden {
+        if self.hides(parent, name) {
             return None;
         }
         let id = below.layer.tree.child(*below.of.get(&parent)?, name)?;
-        Some((id, &below.layer))
+        // One of theirs removed it.
+        (!below.layer.is_whiteout(id)).then_some((id, &below.layer))
     }
 
     /// Notes that the layer has a directory `child` under a name of `parent`.
@@ -105,80 +104,142 @@ impl Layer {
         let Some((id, layer)) = self.beneath(*parent, name) else {
             return Ok(None);
         };
-        let node = layer.tree.node(id);
-        if node.kind.is_dir() {
+        if layer.tree.node(id).kind.is_dir() {
             return Ok(None);
         }
-        let (metadata, kind) = (node.metadata.clone(), node.kind.clone());
-        let content = layer.content(id).cloned();
         // Another of its names may have come before.
         let known = self.below.as_ref().and_then(|below| below.copied.get(&id));
         if let Some(known) = known.copied().filter(|id| self.tree.node(*id).nlink() > 0) {
             self.tree.link(*parent, name, known)?;
             return Ok(Some(known));
         }
-        let copy = self.tree.insert(*parent, name, metadata, kind)?;
+        self.copy_node(id, *parent, name).map(Some)
+    }
+
+    /// Copies a file of the layers below, without its other names.
+    fn copy_node(&mut self, id: NodeId, parent: NodeId, name: &[u8]) -> Result<NodeId> {
+        let Some(below) = self.below.as_mut() else {
+            return Err(PackError::unsupported(name, "nothing lies below the layer"));
+        };
+        let node = below.layer.tree.node(id);
+        let copy = self
+            .tree
+            .insert(parent, name, node.metadata.clone(), node.kind.clone())?;
+        let content = below.layer.content(id).cloned();
+        below.copied.insert(id, copy);
         if let Some(content) = content {
             self.set_content(copy, content);
         }
-        if let Some(below) = self.below.as_mut() {
-            below.copied.insert(id, copy);
-        }
-        Ok(Some(copy))
+        Ok(copy)
     }
 
-    /// Gives what was copied up its other names of the layers below too, where they still show.
-    pub(super) fn link_copies(&mut self) -> Result<()> {
-        let Some(below) = self.below.as_ref() else {
-            return Ok(());
-        };
-        let mut wanted: Vec<(NodeId, NodeId)> = Vec::new();
-        for (id, copy) in &below.copied {
-            if below.layer.tree.node(*id).nlink() > 1 && self.tree.node(*copy).nlink() > 0 {
-                wanted.push((*id, *copy));
+    /// Whether a name of one of the layer's directories shows nothing of the layers below, whatever
+    /// the layer itself has there.
+    fn hides(&self, parent: NodeId, name: &[u8]) -> bool {
+        self.opaque.contains(&parent)
+            || self.is_opaque(parent)
+            || self.whiteouts.contains(&(parent, name.to_vec()))
+    }
+
+    /// Copies files of the layers below up whose link count would be wrong otherwise, with all
+    /// names that still show: those that the layer linked to, and those that lost a name. overlayfs
+    /// shows the count that the lower file has, whether its names show or not.
+    pub(super) fn copy_linked_files(&mut self) -> Result<()> {
+        let linked = self.linked_below();
+        for (id, names) in linked {
+            let copied = self.below.as_ref().and_then(|b| b.copied.get(&id)).copied();
+            let mut copy = copied.filter(|copy| self.tree.node(*copy).nlink() > 0);
+            if copy.is_none() && !names.lost {
+                continue;
             }
-        }
-        if wanted.is_empty() {
-            return Ok(());
-        }
-        let wanted: HashMap<NodeId, NodeId> = wanted.into_iter().collect();
-        // Names below of what was copied, where the layer hides neither them nor a directory on
-        // their way: directory path, name, copy.
-        let mut missing: Vec<(Vec<u8>, Vec<u8>, NodeId)> = Vec::new();
-        let mut todo = vec![(Vec::new(), NodeId::ROOT, Some(NodeId::ROOT))];
-        while let Some((path, lower, own)) = todo.pop() {
-            for (name, child) in below.layer.tree.children(lower) {
-                let mine = own.and_then(|own| self.tree.child(own, name));
-                let hidden = own.is_some_and(|own| {
-                    self.opaque.contains(&own)
-                        || self.is_opaque(own)
-                        || self.whiteouts.contains(&(own, name.to_vec()))
-                });
-                if hidden {
-                    continue;
+            for (path, name) in names.shown {
+                let mut parent = NodeId::ROOT;
+                for name in crate::path::components(&path) {
+                    parent = match self.tree.child(parent, name) {
+                        Some(child) => child,
+                        None => self.insert_implicit(parent, name)?,
+                    };
                 }
-                if below.layer.tree.node(child).kind.is_dir() {
-                    if mine.is_none_or(|mine| self.tree.node(mine).kind.is_dir()) {
-                        todo.push((join(&path, name), child, mine));
+                copy = Some(match copy {
+                    Some(copy) => {
+                        self.tree.link(parent, &name, copy)?;
+                        copy
                     }
-                } else if let Some(copy) = wanted.get(&child)
-                    && mine.is_none()
-                {
-                    missing.push((path.clone(), name.to_vec(), *copy));
-                }
+                    None => self.copy_node(id, parent, &name)?,
+                });
             }
-        }
-        for (path, name, copy) in missing {
-            let names: Vec<&[u8]> = crate::path::components(&path);
-            let mut parent = NodeId::ROOT;
-            for name in names {
-                parent = match self.tree.child(parent, name) {
-                    Some(child) => child,
-                    None => self.insert_implicit(parent, name)?,
-                };
-            }
-            self.tree.link(parent, &name, copy)?;
         }
         Ok(())
     }
+
+    /// The files below that have several names, and which of these still show without the layer's
+    /// doing.
+    fn linked_below(&self) -> BTreeMap<NodeId, Names> {
+        let mut found: BTreeMap<NodeId, Names> = BTreeMap::new();
+        let Some(below) = self.below.as_ref() else {
+            return found;
+        };
+        // Directory path, directory below, the layer's own if it has one, whether it is hidden.
+        let mut todo = vec![(Vec::new(), NodeId::ROOT, Some(NodeId::ROOT), false)];
+        while let Some((path, lower, own, hidden)) = todo.pop() {
+            for (name, child) in below.layer.tree.children(lower) {
+                let mine = own.and_then(|own| self.tree.child(own, name));
+                let hidden = hidden || own.is_some_and(|own| self.hides(own, name));
+                let node = below.layer.tree.node(child);
+                if node.kind.is_dir() {
+                    let replaced = mine.is_some_and(|mine| !self.tree.node(mine).kind.is_dir());
+                    todo.push((join(&path, name), child, mine, hidden || replaced));
+                } else if node.nlink() > 1 {
+                    let names = found.entry(child).or_default();
+                    match mine {
+                        None if !hidden => names.shown.push((path.clone(), name.to_vec())),
+                        Some(mine) if below.copied.get(&child) == Some(&mine) => {}
+                        _ => names.lost = true,
+                    }
+                }
+            }
+        }
+        found
+    }
+
+    /// Gives implicit directories the metadata that the layers below show, so that they are right
+    /// even where nobody resolves them.
+    pub(super) fn inherit(&mut self) {
+        let Some(below) = self.below.as_ref() else {
+            return;
+        };
+        let mut inherited = Vec::new();
+        let mut todo = vec![(NodeId::ROOT, NodeId::ROOT)];
+        while let Some((own, lower)) = todo.pop() {
+            if self.implicit.contains(&own) && !below.layer.implicit.contains(&lower) {
+                let mut metadata = below.layer.tree.node(lower).metadata.clone();
+                // That one of them hides what lies further down is not the layer's to say.
+                metadata.xattrs.remove(OPAQUE);
+                inherited.push((own, metadata));
+            }
+            for child in self.tree.children(own) {
+                let (name, own_child) = child;
+                if !self.tree.node(own_child).kind.is_dir() || self.hides(own, name) {
+                    continue;
+                }
+                if let Some(lower) = below.layer.tree.child(lower, name)
+                    && below.layer.tree.node(lower).kind.is_dir()
+                {
+                    todo.push((own_child, lower));
+                }
+            }
+        }
+        for (id, metadata) in inherited {
+            self.tree.node_mut(id).metadata = metadata;
+        }
+    }
+}
+
+/// Names of a file below.
+#[derive(Default)]
+struct Names {
+    /// Directory path and name of those that show, and that the layer does not have.
+    shown: Vec<(Vec<u8>, Vec<u8>)>,
+    /// Whether there are others, which the layer hides.
+    lost: bool,
 }

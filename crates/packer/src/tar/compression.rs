@@ -1,23 +1,74 @@
-//! Opens an archive file: plain, gzip (one or many members) or zstd (one or many frames), told
-//! apart by the first bytes.
+//! Opens an archive: plain, or compressed with gzip, zstd, xz or bzip2, told apart by the first
+//! bytes.
 //!
-//! Input that ends early, and input that goes on after the compressed data, are errors; zero bytes
-//! after a gzip member are padding, as `gzip` takes them.
+//! Of each format all parts that stand one after the other are read: gzip members, zstd frames
+//! with skippable ones between them, xz streams with their padding, bzip2 streams. Input that ends
+//! early, and input that goes on with something else, are errors; zero bytes after a gzip member
+//! are padding, as `gzip` takes them. What decoders need in memory is bounded, and so is the ratio
+//! of what comes out to what went in.
 
-use std::io::{self, BufRead, BufReader, Read};
+mod bounds;
+mod gzip;
+mod lazy;
+
+use std::io::{BufReader, Cursor, Read};
 use std::path::Path;
 
-use flate2::bufread::GzDecoder;
+use bzip2::bufread::MultiBzDecoder;
+use liblzma::bufread::XzDecoder;
+use liblzma::stream::{CONCATENATED, Stream};
 
+use self::bounds::{Bounded, Watch, Watched};
+use self::gzip::Gzip;
+pub(crate) use self::lazy::{is_landmark, is_lazy_file};
 use crate::error::{PackError, Result};
 
-const GZIP: [u8; 2] = [0x1f, 0x8b];
-const ZSTD: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
+const GZIP: &[u8] = &[0x1f, 0x8b];
+const ZSTD: &[u8] = &[0x28, 0xb5, 0x2f, 0xfd];
+const XZ: &[u8] = &[0xfd, b'7', b'z', b'X', b'Z', 0];
+const BZIP2: &[u8] = b"BZh";
+/// First bytes that tell formats apart.
+const MAGIC: u64 = 6;
 /// Compressed input is read in pieces of this size.
 const BUFFER: usize = 256 << 10;
+/// Most memory of an xz decoder in bytes: `xz -9` needs 65 MiB, and windows of 128 MiB are what is
+/// taken of zstd too.
+const XZ_MEMORY: u64 = 130 << 20;
+/// What is called by this path is standard input.
+pub(crate) const STDIN: &str = "-";
 
-/// Opens the archive at `path` and hands out its uncompressed bytes.
-pub(crate) fn open(path: &Path) -> Result<Box<dyn Read + Send>> {
+/// An archive's uncompressed bytes.
+pub(crate) struct Input {
+    /// The bytes.
+    pub reader: Box<dyn Read + Send>,
+    /// Whether it is known to be an archive for lazy readers before it is read.
+    pub lazy: bool,
+    watch: Watch,
+}
+
+/// What can be said of an archive when all of it was read.
+pub(crate) struct Ending(Watch);
+
+impl Ending {
+    /// Whether it ends like an archive for lazy readers: eStargz or zstd:chunked.
+    pub(crate) fn is_lazy(&self) -> bool {
+        lazy::has_footer(&self.0.tail())
+    }
+}
+
+impl Input {
+    /// Separates the bytes from what can be said after them.
+    pub(crate) fn split(self) -> (Box<dyn Read + Send>, Ending) {
+        (self.reader, Ending(self.watch))
+    }
+}
+
+/// Opens the archive at `path`, `-` being standard input. More than `max_ratio` uncompressed bytes
+/// for each stored one are an error, if they are many.
+pub(crate) fn open(path: &Path, max_ratio: u64) -> Result<Input> {
+    if path == Path::new(STDIN) {
+        return decode(std::io::stdin(), Path::new("standard input"), max_ratio);
+    }
     let io = |action, source| PackError::io(action, path.display().to_string(), source);
     let file = fs_err::File::open(path).map_err(|source| io("open", source))?;
     if file
@@ -30,110 +81,58 @@ pub(crate) fn open(path: &Path) -> Result<Box<dyn Read + Send>> {
             why: "it is a directory; use dir:PATH for directories",
         });
     }
-    decode(file, path)
+    let mut input = decode(file, path, max_ratio)?;
+    input.lazy = lazy::is_lazy_file(path);
+    Ok(input)
 }
 
 /// The uncompressed bytes of `input`, which is called `path` in messages.
 pub(crate) fn decode(
     input: impl Read + Send + 'static,
     path: &Path,
-) -> Result<Box<dyn Read + Send>> {
+    max_ratio: u64,
+) -> Result<Input> {
     let io = |action, source| PackError::io(action, path.display().to_string(), source);
-    let mut input = BufReader::with_capacity(BUFFER, input);
-    let start = peek(&mut input, 6).map_err(|source| io("read", source))?;
-    if start.starts_with(&GZIP) {
-        return Ok(Box::new(BufReader::with_capacity(BUFFER, Gzip::new(input))));
+    let (mut input, watch) = Watched::new(input);
+    let mut start = Vec::new();
+    // Pipes may give them one by one.
+    (&mut input)
+        .take(MAGIC)
+        .read_to_end(&mut start)
+        .map_err(|source| io("read", source))?;
+    if start.is_empty() {
+        return Err(PackError::UnusableSource {
+            path: path.to_owned(),
+            why: "it is empty, which no archive is",
+        });
     }
+    let head = start.clone();
+    let input = BufReader::with_capacity(BUFFER, Cursor::new(start).chain(input));
     // A zstd archive may begin with a skippable frame.
-    let skippable = matches!(start, [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..]);
-    if start.starts_with(&ZSTD) || skippable {
-        let decoder = zstd::stream::read::Decoder::with_buffer(input)
-            .map_err(|source| io("decompress", source))?;
-        return Ok(Box::new(BufReader::with_capacity(BUFFER, decoder)));
-    }
-    let why = match start {
-        [0xfd, b'7', b'z', b'X', b'Z', 0] => "it is compressed with xz; decompress it first",
-        [b'B', b'Z', b'h', ..] => "it is compressed with bzip2; decompress it first",
-        [] => "it is empty, which no archive is",
-        _ => return Ok(Box::new(input)),
+    let skippable = matches!(*head, [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..]);
+    let reader: Box<dyn Read + Send> = if head.starts_with(GZIP) {
+        Box::new(Gzip::new(input))
+    } else if head.starts_with(ZSTD) || skippable {
+        let decoder = zstd::stream::read::Decoder::with_buffer(input);
+        Box::new(decoder.map_err(|source| io("decompress", source))?)
+    } else if head.starts_with(XZ) {
+        let stream = Stream::new_stream_decoder(XZ_MEMORY, CONCATENATED);
+        let stream = stream.map_err(|error| io("decompress", error.into()))?;
+        Box::new(XzDecoder::new_stream(input, stream))
+    } else if head.starts_with(BZIP2) {
+        Box::new(MultiBzDecoder::new(input))
+    } else {
+        // Not compressed: there is no ratio.
+        return Ok(Input {
+            reader: Box::new(input),
+            lazy: false,
+            watch,
+        });
     };
-    Err(PackError::UnusableSource {
-        path: path.to_owned(),
-        why,
+    let bounded = Bounded::new(reader, watch.clone(), path.display().to_string(), max_ratio);
+    Ok(Input {
+        reader: Box::new(BufReader::with_capacity(BUFFER, bounded)),
+        lazy: false,
+        watch,
     })
-}
-
-/// The first `n` bytes of what is to be read, or fewer where the input ends.
-fn peek<R: Read>(input: &mut BufReader<R>, n: usize) -> io::Result<&[u8]> {
-    // A first read may be short only on pipes; the magic is what fits in it.
-    loop {
-        match input.fill_buf() {
-            Ok(_) => break,
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(e) => return Err(e),
-        }
-    }
-    let bytes = input.buffer();
-    Ok(bytes.get(..n.min(bytes.len())).unwrap_or_default())
-}
-
-/// All members of a gzip file, one after the other.
-struct Gzip<R> {
-    state: State<R>,
-}
-
-enum State<R> {
-    Member(Box<GzDecoder<R>>),
-    Done,
-}
-
-impl<R: BufRead> Gzip<R> {
-    fn new(input: R) -> Self {
-        Self {
-            state: State::Member(Box::new(GzDecoder::new(input))),
-        }
-    }
-}
-
-impl<R: BufRead> Read for Gzip<R> {
-    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
-        if out.is_empty() {
-            return Ok(0);
-        }
-        loop {
-            let State::Member(decoder) = &mut self.state else {
-                return Ok(0);
-            };
-            let n = decoder.read(out)?;
-            if n > 0 {
-                return Ok(n);
-            }
-            let State::Member(decoder) = std::mem::replace(&mut self.state, State::Done) else {
-                return Ok(0);
-            };
-            let mut input = decoder.into_inner();
-            match input.fill_buf()?.first() {
-                None => {}
-                Some(0) => only_zeros(&mut input)?,
-                Some(_) => self.state = State::Member(Box::new(GzDecoder::new(input))),
-            }
-        }
-    }
-}
-
-fn only_zeros(input: &mut impl BufRead) -> io::Result<()> {
-    loop {
-        let bytes = input.fill_buf()?;
-        if bytes.is_empty() {
-            return Ok(());
-        }
-        if bytes.iter().any(|&byte| byte != 0) {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidData,
-                "data that is not gzip follows the last member",
-            ));
-        }
-        let n = bytes.len();
-        input.consume(n);
-    }
 }

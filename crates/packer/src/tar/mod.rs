@@ -15,7 +15,7 @@ use std::io::{self, Read};
 use layerpack_erofs::Timestamp;
 
 pub(crate) use ahead::ahead;
-pub(crate) use compression::{decode, open};
+pub(crate) use compression::{Ending, decode, is_landmark, is_lazy_file, open};
 pub(crate) use pax::decimal;
 pub(crate) use sparse::Piece;
 
@@ -475,11 +475,14 @@ impl<R: Read> Reader<R> {
     }
 
     fn unreadable(&self, offset: u64, source: io::Error) -> PackError {
-        PackError::ArchiveRead {
-            archive: self.archive.clone(),
-            offset,
-            source,
-        }
+        // A limit that was passed on the way here speaks for itself.
+        source
+            .downcast::<PackError>()
+            .unwrap_or_else(|source| PackError::ArchiveRead {
+                archive: self.archive.clone(),
+                offset,
+                source,
+            })
     }
 }
 
