@@ -1,6 +1,7 @@
 //! The command line: names and options follow docker, podman and restic where they have one.
 
 mod build;
+mod flatten;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -8,6 +9,7 @@ use std::path::PathBuf;
 use clap::{ArgAction, Args, Parser, Subcommand};
 
 pub(crate) use self::build::BuildArgs;
+pub(crate) use self::flatten::FlattenArgs;
 use crate::output::Format;
 use crate::units::{Bytes, Cpus};
 
@@ -73,6 +75,8 @@ pub(crate) enum Command {
     Merge(MergeArgs),
     /// Write a stack of layers as an archive or a container image
     Export(ExportArgs),
+    /// Write a stack of layers as one EROFS image that needs nothing else
+    Flatten(FlattenArgs),
     /// List the store's layers
     Ls(LsArgs),
     /// Show a layer, or the conflicts of a stack of layers

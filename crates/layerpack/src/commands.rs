@@ -5,6 +5,7 @@ mod build;
 mod daemon;
 mod doctor;
 mod export;
+mod flatten;
 mod import;
 mod inspect;
 mod ls;
@@ -64,6 +65,7 @@ fn dispatch(context: &Context, command: Command) -> Outcome {
         Command::Daemon(args) => daemon::run(context, args),
         Command::Merge(args) => merge::run(context, args),
         Command::Export(args) => export::run(context, args),
+        Command::Flatten(args) => flatten::run(context, args),
         Command::Doctor => doctor::run(context),
         Command::Run(args) => run::run(context, args),
         Command::Sandbox(args) => sandbox::run(context, args),

@@ -10,8 +10,8 @@ use crate::units::Bytes;
 
 #[derive(Debug, Args)]
 pub(crate) struct BuildArgs {
-    /// base, workspace or toolkit
-    #[arg(long, required_unless_present = "split")]
+    /// base, workspace or toolkit; diff with --diff-from, and then the default
+    #[arg(long, required_unless_present_any = ["split", "diff_from"])]
     pub(crate) kind: Option<String>,
     /// Name of the layer; with --split, of the parts that have none of their own
     #[arg(long, required_unless_present = "split")]
@@ -19,13 +19,22 @@ pub(crate) struct BuildArgs {
     /// Version of the layer; once published it never changes; with --split as --name
     #[arg(long, required_unless_present = "split")]
     pub(crate) version: Option<String>,
-    /// What to pack: `dir:PATH`, `tar:PATH` (plain, gzip or zstd), `oci:DIR[:TAG]` or
-    /// `docker-archive:FILE[:NAME]`
+    /// What to pack: `dir:PATH`, `tar:PATH` (plain, gzip, zstd, xz or bzip2; `-` for standard
+    /// input), `oci:DIR[:TAG]` or `docker-archive:FILE[:NAME]`
     #[arg(long, value_name = "SRC")]
     pub(crate) from: String,
-    /// A layer this one is meant to lie on, bottom first (repeatable)
-    #[arg(long, value_name = "REF")]
+    /// The layers that this one lies on, bottom first; a diff in front brings its parents along.
+    /// Paths lead through their links, hard links may name their files (repeatable)
+    #[arg(long, value_name = "REF", num_args = 1..)]
     pub(crate) parent: Vec<String>,
+    /// Pack only what is different from what these layers show, bottom first
+    #[arg(
+        long,
+        value_name = "REF",
+        num_args = 1..,
+        conflicts_with_all = ["parent", "at", "per_layer", "split", "git_index"]
+    )]
+    pub(crate) diff_from: Vec<String>,
     /// Put the source's contents under this path of the layer
     #[arg(long, value_name = "PATH")]
     pub(crate) at: Option<OsString>,
@@ -118,6 +127,10 @@ pub(crate) struct LimitArgs {
     /// Most bytes of contents, or of the uncompressed archive or image, such as 20g [default: 4t]
     #[arg(long, value_name = "BYTES")]
     pub(crate) max_bytes: Option<Bytes>,
+    /// Most uncompressed bytes for each stored one of a compressed archive, counted from 1 GiB on
+    /// [default: 50000]
+    #[arg(long, value_name = "N")]
+    pub(crate) max_ratio: Option<u64>,
     /// Longest path [default: 256k]
     #[arg(long, value_name = "BYTES")]
     pub(crate) max_path: Option<Bytes>,
@@ -137,6 +150,7 @@ impl LimitArgs {
         Limits {
             max_entries: self.max_entries.unwrap_or(defaults.max_entries),
             max_bytes: bytes(self.max_bytes, defaults.max_bytes),
+            max_ratio: self.max_ratio.unwrap_or(defaults.max_ratio),
             max_path: bytes(self.max_path, defaults.max_path),
             max_depth: self.max_depth.unwrap_or(defaults.max_depth),
             max_xattr_value: bytes(self.max_xattr, defaults.max_xattr_value),

@@ -15,17 +15,27 @@ use crate::context::Context;
 use crate::output;
 use crate::progress::Reporter;
 use crate::published::{Published, platform};
-use crate::stack::parse_reference;
+use crate::stack::resolve;
 
 pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
     if args.split.is_some() {
         return super::split::run(context, args);
     }
-    // clap asks for all three where there is no split.
+    let difference = !args.diff_from.is_empty();
+    // clap asks for the name and the version where there is no split.
     let given = |text: &Option<String>| text.clone().unwrap_or_default();
-    let kind = parse_kind(&given(&args.kind))?;
-    if kind == Kind::Diff {
-        return Err(anyhow::anyhow!("a diff is made from a sandbox: use `layerpack pack-diff`, or build a base, workspace or toolkit").into());
+    let kind = match &args.kind {
+        Some(kind) => parse_kind(kind)?,
+        None => Kind::Diff,
+    };
+    if kind == Kind::Diff && !difference {
+        return Err(anyhow::anyhow!("a diff is made from a sandbox with `layerpack pack-diff`, or from a whole tree with --diff-from; or build a base, workspace or toolkit").into());
+    }
+    if kind == Kind::Base && difference {
+        return Err(anyhow::anyhow!(
+            "--diff-from makes a layer that lies on others, a base lies on none; leave --kind out for a diff"
+        )
+        .into());
     }
     let reference = Reference::new(
         kind,
@@ -59,7 +69,13 @@ pub(super) fn options(
     let source: Source = args.from.parse()?;
     let mut options = BuildOptions::new(reference, source);
     options.at = args.at.map(OsStringExt::into_vec);
-    options.parents = parents(store, &args.parent)?;
+    options.difference = !args.diff_from.is_empty();
+    let below = if options.difference {
+        &args.diff_from
+    } else {
+        &args.parent
+    };
+    options.parents = parents(store, below)?;
     options.platform = platform(args.platform);
     options.labels = labels(&args.label)?;
     options.annotations = annotations(&args.annotation)?;
@@ -87,17 +103,16 @@ pub(super) fn published(report: BuildReport) -> Published {
     .with_git(report.git)
 }
 
+/// The layers below, bottom first.
 fn parents(store: &LayerStore, references: &[String]) -> anyhow::Result<Vec<ParentRef>> {
-    let mut parents = Vec::with_capacity(references.len());
-    for text in references {
-        let reference = parse_reference(text)?;
-        let manifest = store.resolve(&reference)?;
-        parents.push(ParentRef {
-            reference: Some(reference),
-            manifest,
-        });
-    }
-    Ok(parents)
+    let stack = resolve(store, references)?;
+    Ok(stack
+        .into_iter()
+        .map(|layer| ParentRef {
+            reference: layer.name.parse().ok(),
+            manifest: layer.digest,
+        })
+        .collect())
 }
 
 /// Reads `KEY=VALUE` labels.

@@ -38,8 +38,10 @@ pub(super) fn run(context: &Context, reference: Reference, args: BuildArgs) -> O
 }
 
 pub(super) fn options(reference: Reference, args: BuildArgs) -> anyhow::Result<ImportOptions> {
-    if args.at.is_some() || !args.parent.is_empty() {
-        bail!("--at and --parent do not go with an image, which has its own layers below");
+    if args.at.is_some() || !args.parent.is_empty() || !args.diff_from.is_empty() {
+        bail!(
+            "--at, --parent and --diff-from do not go with an image, which has its own layers below"
+        );
     }
     let mut options = ImportOptions::new(reference, args.from.parse()?);
     options.per_layer = args.per_layer;

@@ -68,7 +68,11 @@ impl Layer {
             &below.tree.node(NodeId::ROOT).metadata,
             &new.tree.node(NodeId::ROOT).metadata,
         );
-        let shown = if root { own } else { lower };
+        let shown = if root && !new.is_implicit(NodeId::ROOT) {
+            own
+        } else {
+            lower
+        };
         walk.layer.tree.node_mut(NodeId::ROOT).metadata = shown.clone();
         walk.layer.set_implicit(NodeId::ROOT, shown == lower);
         let mut todo = vec![0];
@@ -103,8 +107,10 @@ impl Walk<'_> {
         };
         for (name, id) in below.tree.children(lower) {
             let is_dir = below.tree.node(id).kind.is_dir();
+            let path = join(&path, name);
             if self.new.tree.child(dir, name).is_some()
-                || self.filter.excludes(&join(&path, name), is_dir)
+                || self.filter.excludes(&path, is_dir)
+                || !self.filter.includes(&path, is_dir)
             {
                 continue;
             }
@@ -128,7 +134,10 @@ impl Walk<'_> {
     ) -> Result<()> {
         let metadata = &self.new.tree.node(id).metadata;
         let lower = there.filter(|there| self.below.tree.node(*there).kind.is_dir());
-        let same = lower.is_some_and(|lower| self.below.tree.node(lower).metadata == *metadata);
+        // One that no entry defines is as it is below.
+        let same = lower.is_some_and(|lower| {
+            self.new.is_implicit(id) || self.below.tree.node(lower).metadata == *metadata
+        });
         let own = if same {
             None
         } else {
@@ -175,7 +184,10 @@ impl Walk<'_> {
             let Some(frame) = self.frames.get_mut(index) else {
                 continue;
             };
-            let metadata = self.new.tree.node(frame.new).metadata.clone();
+            let metadata = match frame.lower {
+                Some(lower) => self.below.tree.node(lower).metadata.clone(),
+                None => self.new.tree.node(frame.new).metadata.clone(),
+            };
             parent = self
                 .layer
                 .tree
