@@ -57,7 +57,7 @@ fn paths_of_nine_thousand_bytes_and_three_thousand_directories() {
     tar.file(format!("{long}/file"), "long");
     tar.file(format!("{deep}/file"), "deep");
     tar.hard_link(format!("{long}/linked"), format!("{deep}/file"));
-    tar.symlink(format!("{deep}/symlink"), long[..4095].to_owned());
+    tar.symlink(format!("{deep}/symlink"), &long[..4095]);
     let bytes = tar.finish();
     for tree in [base(&bytes).tree(), upper(&bytes).tree()] {
         assert!(long.len() > 9000 && deep.len() == 5999);

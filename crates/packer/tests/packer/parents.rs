@@ -369,7 +369,7 @@ pub fn passing_layer(rng: &mut Rng, number: u64) -> TarWriter {
     for _ in 0..7 {
         let outer = *rng.pick(&["a", "b", "c"]).unwrap();
         match rng.below(7) {
-            0 => tar.whiteout(outer, *rng.pick(&["x", "y", "z"]).unwrap()),
+            0 => tar.whiteout(outer, rng.pick(&["x", "y", "z"]).unwrap()),
             // umoci makes no directory for a mark in it, others do: so there always is one.
             1 => {
                 files.file(format!("{outer}/back"), number.to_string());
