@@ -115,6 +115,44 @@ fn in_the_middle_of_a_stack_whiteouts_and_marks_stay() {
     assert!(!tree.is_implicit("file") && !tree.is_implicit("back"));
 }
 
+/// A merge without the bottom keeps what it says of layers below, which then apply it.
+#[test]
+fn an_opaque_root_hides_what_will_lie_below_the_merge() {
+    let store = memory_store();
+    let mut base = TarWriter::new();
+    base.dir("./", 0o711)
+        .dir("d/", 0o700)
+        .file("d/a", "1")
+        .file("e", "1");
+    pack(&store, "base/b:1", base);
+    let mut first = TarWriter::new();
+    first.opaque("").file("d/b", "2").file("gone", "2");
+    pack(&store, "workspace/w:1", first);
+    let mut second = TarWriter::new();
+    second
+        .whiteout("", "gone")
+        .whiteout("", "e")
+        .file("d/c", "3");
+    pack(&store, "toolkit/t:1", second);
+    let middle = try_merge(&store, "workspace/m:1", &["workspace/w:1", "toolkit/t:1"]).unwrap();
+    let tree = middle.tree();
+    assert!(tree.is_opaque(""));
+    // Nothing lies below that they could hide.
+    assert_eq!(tree.paths(), ["", "d", "d/b", "d/c"]);
+    let stacks: [&[&str]; 2] = [
+        &["base/b:1", "workspace/m:1"],
+        &["base/b:1", "workspace/w:1", "toolkit/t:1"],
+    ];
+    for (index, stack) in stacks.into_iter().enumerate() {
+        let tree = try_merge(&store, &format!("base/m:{index}"), stack)
+            .unwrap()
+            .tree();
+        assert_eq!(tree.paths(), ["", "d", "d/b", "d/c"]);
+        assert_eq!((tree.get("").mode, tree.get("d").mode), (0o711, 0o755));
+        assert!(tree.nodes.values().all(|node| node.xattrs.is_empty()));
+    }
+}
+
 #[test]
 fn hard_links_stay_one_file_as_far_as_their_names_remain() {
     let store = memory_store();
