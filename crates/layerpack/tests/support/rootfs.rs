@@ -29,19 +29,7 @@ pub(crate) fn make(root: &Path) -> u64 {
     }
     let mut bytes = 0;
     for tool in TOOLS {
-        let program =
-            find_tool(tool).unwrap_or_else(|| panic!("{tool} is missing on this machine"));
-        bytes += copy(
-            &fs_err::canonicalize(&program).unwrap(),
-            &root.join("bin").join(tool),
-        );
-        for library in libraries(&program) {
-            let target = root.join(library.strip_prefix("/").unwrap());
-            if !target.exists() {
-                fs_err::create_dir_all(target.parent().unwrap()).unwrap();
-                bytes += copy(&fs_err::canonicalize(&library).unwrap(), &target);
-            }
-        }
+        bytes += add(root, tool);
     }
     fs_err::write(
         root.join("etc/passwd"),
@@ -50,6 +38,21 @@ pub(crate) fn make(root: &Path) -> u64 {
     .unwrap();
     fs_err::write(root.join("etc/group"), "root:x:0:\nworker:x:1000:\n").unwrap();
     symlink("bin/sh", root.join("shell")).unwrap();
+    bytes
+}
+
+/// Adds a program of this machine with its libraries to /bin; gives the number of their bytes.
+pub(crate) fn add(root: &Path, tool: &str) -> u64 {
+    let program = find_tool(tool).unwrap_or_else(|| panic!("{tool} is missing on this machine"));
+    let real = fs_err::canonicalize(&program).unwrap();
+    let mut bytes = copy(&real, &root.join("bin").join(tool));
+    for library in libraries(&program) {
+        let target = root.join(library.strip_prefix("/").unwrap());
+        if !target.exists() {
+            fs_err::create_dir_all(target.parent().unwrap()).unwrap();
+            bytes += copy(&fs_err::canonicalize(&library).unwrap(), &target);
+        }
+    }
     bytes
 }
 

@@ -107,7 +107,10 @@ pub(crate) struct Summary {
 }
 
 /// Reads an index and shows each entry to `visit`.
-pub(crate) fn read(bytes: &[u8], visit: impl FnMut(&Entry<'_>)) -> Result<Summary, &'static str> {
+pub(crate) fn read(
+    bytes: &[u8],
+    mut visit: impl FnMut(&Entry<'_>),
+) -> Result<Summary, &'static str> {
     let hash = hash_of(bytes)?;
     let end = bytes.len() - hash.len();
     let body = bytes.get(..end).unwrap_or_default();
@@ -120,7 +123,11 @@ pub(crate) fn read(bytes: &[u8], visit: impl FnMut(&Entry<'_>)) -> Result<Summar
         return Err("its version is not 2, 3 or 4");
     }
     let entries = cursor.word()?;
-    entries_of(&mut cursor, version, entries, hash, visit)?;
+    let mut nameless = false;
+    entries_of(&mut cursor, version, entries, hash, |entry| {
+        nameless |= entry.path.is_empty();
+        visit(entry);
+    })?;
     let mut split = false;
     while cursor.at < end {
         let name = cursor.take(4)?;
@@ -133,6 +140,10 @@ pub(crate) fn read(bytes: &[u8], visit: impl FnMut(&Entry<'_>)) -> Result<Summar
             _ => {}
         }
         cursor.take(len)?;
+    }
+    // Those stand for entries of the other file.
+    if nameless && !split {
+        return Err("a path is empty");
     }
     Ok(Summary {
         hash,
@@ -223,8 +234,8 @@ fn entries_of(
                 return Err("the padding of an entry is not zero");
             }
         }
-        if path.is_empty() || path.len() > MAX_PATH {
-            return Err("a path is empty or too long");
+        if path.len() > MAX_PATH {
+            return Err("a path is too long");
         }
         let named = match mode >> 12 {
             0o10 => Named::File,

@@ -18,6 +18,7 @@ mod difference;
 mod directory;
 mod export;
 mod faults;
+mod git;
 mod hostile;
 mod image;
 mod limits_of_meaning;

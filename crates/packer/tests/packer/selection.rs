@@ -463,13 +463,13 @@ fn every_limit_holds_for_every_source() {
     if set(&dir.join("a"), &[7; 300]).is_err() {
         skip!("the filesystem of the scratch directory has no attributes");
     }
+    // The image's layout was made without the attribute.
+    fs_err::remove_dir_all(scratch.join("image-1")).unwrap();
     limited(Limits {
         max_xattr_value: 300,
         ..all
     })
     .all(&scratch, &dir);
-    // The image's layout was made without the attribute.
-    fs_err::remove_dir_all(scratch.join("image-1")).unwrap();
     limited(Limits {
         max_xattr_value: 299,
         ..all

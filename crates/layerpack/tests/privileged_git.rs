@@ -1,0 +1,181 @@
+//! `build --git-index`: what the first `git status` on a mounted layer and in a sandbox reads.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    clippy::print_stdout,
+    reason = "tests"
+)]
+
+mod support;
+
+use std::path::Path;
+use std::process::Command;
+
+use layerpack_fixtures::rng::Rng;
+use layerpack_fixtures::{MountGuard, find_tool, is_root, skip};
+use support::{Node, describe};
+
+const FILES: u64 = 300;
+const FILE_BYTES: usize = 100 << 10;
+
+fn git(dir: &Path) -> Command {
+    let mut command = Command::new("git");
+    command
+        .current_dir(dir)
+        .args([
+            "-c",
+            "safe.directory=*",
+            "-c",
+            "user.name=a",
+            "-c",
+            "user.email=a@b",
+        ])
+        .env("GIT_CONFIG_NOSYSTEM", "1")
+        .env("GIT_CONFIG_GLOBAL", "/dev/null")
+        .env("GIT_OPTIONAL_LOCKS", "0");
+    command
+}
+
+#[track_caller]
+fn ok(command: &mut Command) -> String {
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", describe(&output));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// A committed and packed repository of 30 MB that nothing compresses, moved once so that its
+/// index knows no inode of it.
+fn repository(dir: &Path) {
+    let origin = dir.with_extension("origin");
+    fs_err::create_dir_all(origin.join("src/deep")).unwrap();
+    ok(git(&origin).args(["init", "-q", "-b", "main"]));
+    for i in 0..FILES {
+        let folder = ["", "src", "src/deep"][usize::try_from(i % 3).unwrap()];
+        let bytes = Rng::new(i).bytes(FILE_BYTES);
+        fs_err::write(origin.join(folder).join(format!("file-{i}")), bytes).unwrap();
+    }
+    std::os::unix::fs::symlink("file-0", origin.join("link")).unwrap();
+    ok(git(&origin).args(["add", "."]));
+    ok(git(&origin).args(["commit", "-q", "-m", "one"]));
+    ok(git(&origin).args(["gc", "-q"]));
+    let copied = Command::new("cp")
+        .arg("-a")
+        .args([&origin, &dir.to_owned()])
+        .status()
+        .unwrap();
+    assert!(copied.success());
+}
+
+/// Bytes of a layer's data that the node fetched, once readahead has ended, and all there are.
+fn fetched(node: &Node, reference: &str) -> (u64, u64) {
+    let now = || {
+        let status = node.json(["daemon", "status"]);
+        let layers = status["node"]["layers"].as_array().unwrap().clone();
+        let layer = layers
+            .into_iter()
+            .find(|layer| layer["reference"] == reference)
+            .unwrap();
+        let number = |key: &str| layer[key].as_u64().unwrap();
+        (number("fetched_raw_bytes"), number("data_bytes"))
+    };
+    let mut last = now();
+    loop {
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        let next = now();
+        if next == last {
+            return next;
+        }
+        last = next;
+    }
+}
+
+/// A node with the repository as `workspace/w:1` at /ws, over a root with git.
+fn node(label: &str, extra: &[&str]) -> Node {
+    let node = Node::new(label);
+    let root = node.scratch.mkdir("rootfs").unwrap();
+    support::rootfs::make(&root);
+    support::rootfs::add(&root, "git");
+    node.build("base/root:1", &root, &[]);
+    let work = node.scratch.join("ws");
+    repository(&work);
+    let mut arguments = vec!["--at", "/ws"];
+    arguments.extend(extra);
+    node.build("workspace/w:1", &work, &arguments);
+    node
+}
+
+fn unable() -> Option<&'static str> {
+    if !is_root() {
+        return Some("needs root to mount");
+    }
+    find_tool("git").is_none().then_some("needs git")
+}
+
+#[test]
+fn privileged_status_on_a_mount_reads_no_file() {
+    if let Some(why) = unable() {
+        skip!("{why}");
+    }
+    let files = FILES * FILE_BYTES as u64;
+    let mut figures = Vec::new();
+    for extra in [&[][..], &["--git-index"]] {
+        let node = node("git-mount", extra);
+        let point = node.scratch.mkdir("mnt").unwrap();
+        node.ok([
+            "mount",
+            "base/root:1",
+            "workspace/w:1",
+            point.to_str().unwrap(),
+        ]);
+        let _guard = MountGuard::new(&point);
+        let status = ok(git(&point.join("ws")).args(["status", "--porcelain"]));
+        assert_eq!(status, "");
+        figures.push(fetched(&node, "workspace/w:1"));
+        node.ok(["umount", point.to_str().unwrap()]);
+    }
+    let [(without, all), (with, _)] = figures[..] else {
+        panic!("{figures:?}")
+    };
+    println!(
+        "git status fetched {without} bytes of {all}, with --git-index {with}; files have {files}"
+    );
+    assert!(
+        without > files * 9 / 10,
+        "git reads files whose index is not refreshed: {figures:?}"
+    );
+    assert!(with < files / 20, "git still reads files: {figures:?}");
+}
+
+#[test]
+fn privileged_status_in_a_sandbox_reads_no_file_and_sees_changes() {
+    if let Some(why) = unable() {
+        skip!("{why}");
+    }
+    let files = FILES * FILE_BYTES as u64;
+    let node = node("git-sandbox", &["--git-index"]);
+    let id = node.ok(["sandbox", "create", "base/root:1", "workspace/w:1"]);
+    let run = |command: &str| {
+        let command = format!("export HOME=/; {command}");
+        node.ok(["sandbox", "exec", id.trim(), "--", "sh", "-c", &command])
+    };
+    let status = "git -c safe.directory=* -C /ws status --porcelain";
+    assert_eq!(run(status), "");
+    let (bytes, all) = fetched(&node, "workspace/w:1");
+    println!("git status in a sandbox fetched {bytes} bytes of {all}; files have {files}");
+    assert!(
+        bytes < files / 20,
+        "git still reads files: {bytes} of {files}"
+    );
+    // What changes is seen, also where the size stays.
+    run(
+        "cd /ws && mv file-3 src/moved && touch file-6 && printf x | dd of=file-9 conv=notrunc status=none",
+    );
+    assert_eq!(run(status), " D file-3\n M file-9\n?? src/moved\n");
+    let (more, _) = fetched(&node, "workspace/w:1");
+    assert!(
+        more < files / 10,
+        "git reads more than what changed: {more} of {files}"
+    );
+    node.ok(["sandbox", "rm", "--force", id.trim()]);
+}
