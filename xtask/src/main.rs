@@ -11,6 +11,7 @@
 )]
 
 mod apt;
+mod fuzz;
 mod leftovers;
 mod process;
 mod quickstart;
@@ -61,6 +62,20 @@ enum Task {
     },
     /// Check the rules that compilers do not: imports, file lengths, headers, specs
     Tidy,
+    /// Run the fuzz targets, all or one, each for so many seconds
+    Fuzz {
+        /// Seconds for each target
+        #[arg(long, value_name = "N", default_value_t = 60)]
+        seconds: u64,
+        /// Mutate without libFuzzer, though it is there
+        #[arg(long)]
+        plain: bool,
+        /// Make the committed seeds anew, and stop
+        #[arg(long)]
+        write_seeds: bool,
+        /// Only this target
+        target: Option<String>,
+    },
     /// Install what `test` and `quickstart` need
     Setup,
 }
@@ -76,6 +91,15 @@ fn main() -> ExitCode {
             dir,
             prebuilt,
         } => quickstart::run(dir, prebuilt),
+        Task::Fuzz {
+            write_seeds: true, ..
+        } => fuzz::write_seeds(),
+        Task::Fuzz {
+            seconds,
+            plain,
+            target,
+            ..
+        } => fuzz::run(seconds, target, plain),
         Task::Tidy => tidy::run(),
         Task::Setup => setup::run(),
     };

@@ -10,8 +10,8 @@ type Row = (
     &'static [&'static str],
 );
 
-/// Tests may use the fixtures; the packer's also `sys`, to have the kernel make what it packs.
-const TABLE: [Row; 9] = [
+/// The fuzz targets are tests, so they may use the fixtures as a product may not. Tests may use the fixtures; the packer's also `sys`, to have the kernel make what it packs.
+const TABLE: [Row; 10] = [
     ("layerpack-erofs", &[], &["layerpack-fixtures"]),
     ("layerpack-store", &[], &["layerpack-fixtures"]),
     ("layerpack-sys", &[], &["layerpack-fixtures"]),
@@ -41,6 +41,16 @@ const TABLE: [Row; 9] = [
             "layerpack-runtime",
         ],
         &["layerpack-fixtures"],
+    ),
+    (
+        "layerpack-fuzz",
+        &[
+            "layerpack-erofs",
+            "layerpack-store",
+            "layerpack-packer",
+            "layerpack-fixtures",
+        ],
+        &[],
     ),
     ("layerpack-fixtures", &[], &[]),
     ("xtask", &["layerpack-fixtures"], &[]),
