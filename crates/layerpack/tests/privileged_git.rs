@@ -16,7 +16,7 @@ use layerpack_fixtures::rng::Rng;
 use layerpack_fixtures::{MountGuard, find_tool, is_root, skip};
 use support::{Node, describe};
 
-const FILES: u64 = 300;
+const FILES: u64 = 200;
 const FILE_BYTES: usize = 100 << 10;
 
 fn git(dir: &Path) -> Command {
@@ -44,7 +44,7 @@ fn ok(command: &mut Command) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// A committed and packed repository of 30 MB that nothing compresses, moved once so that its
+/// A committed and packed repository of 20 MB that nothing compresses, moved once so that its
 /// index knows no inode of it.
 fn repository(dir: &Path) {
     let origin = dir.with_extension("origin");
