@@ -47,7 +47,10 @@ pub(crate) fn run(seconds: u64, target: Option<String>, plain: bool) -> Result<(
         }
     }
     if !failed.is_empty() {
-        bail!("targets that fail: {}; their inputs are in fuzz/artifacts", failed.join(", "));
+        bail!(
+            "targets that fail: {}; their inputs are in fuzz/artifacts",
+            failed.join(", ")
+        );
     }
     Ok(())
 }
