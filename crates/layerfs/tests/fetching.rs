@@ -16,13 +16,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use common::{BOOT, Gauge, LONG, config, fixture, publish_with, read};
+use common::{BOOT, Gauge, LONG, config, fixture, noise, publish, publish_with, read};
 use layerpack_fixtures::{MountGuard, is_root, skip};
 use layerpack_layerfs::cache::{BlobCache, BootId};
 use layerpack_layerfs::fetch::FetchConfig;
 use layerpack_layerfs::fuse::{Errno, ReplyBuf};
 use layerpack_store::{
-    BlobStore, Fault, FaultStore, FrameLoc, LayerStore, Locator, MemStore, WriterOptions,
+    BlobStore, Fault, FaultStore, FrameLoc, Key, LayerStore, Locator, MemStore, PruneOptions,
+    WriterOptions,
 };
 
 fn mem() -> Arc<dyn BlobStore> {
@@ -327,6 +328,43 @@ fn a_moved_layer_is_found_again() {
         },
     );
     assert_eq!(f.store.manifest(&again.digest).unwrap(), f.manifest);
+    read(&blob, &f.data, 0, f.data.len()).unwrap();
+}
+
+/// The store was compacted under a mounted layer, and the packs that its locator names are gone.
+#[test]
+fn a_compacted_layer_is_found_again() {
+    let f = fixture(mem());
+    let source = f.scratch.join("source");
+    // The same layer in the pack of a larger one, which is then removed.
+    for object in f.blobs.list("").unwrap() {
+        f.blobs.delete(&object.key).unwrap();
+    }
+    let large = f.scratch.join("larger");
+    let copied = std::process::Command::new("cp")
+        .arg("-a")
+        .args([&source, &large])
+        .status();
+    assert!(copied.unwrap().success());
+    for i in 0..40 {
+        fs_err::write(large.join(format!("garbage-{i}")), noise(900 + i, 300_000)).unwrap();
+    }
+    publish(&f.store, "base/larger:1", &large, &[]);
+    publish(&f.store, "base/sample:1", &source, &[]);
+    let blob = f.blob(f.blobs.clone(), &f.scratch.join("c"), config());
+    read(&blob, &f.data, 0, 100_000).unwrap();
+    let old = f.locator();
+    f.store.remove(&"base/larger:1".parse().unwrap()).unwrap();
+    let report = f.store.prune(PruneOptions {
+        min_live: 95,
+        dry_run: false,
+        grace: Duration::ZERO,
+        wait: false,
+    });
+    let report = report.unwrap();
+    assert!(report.rewritten_packs > 0, "{report:?}");
+    let gone = |id| f.blobs.size(&Key::pack(id)).unwrap().is_none();
+    assert!(old.packs().iter().any(|pack| gone(&pack.id)), "{report:?}");
     read(&blob, &f.data, 0, f.data.len()).unwrap();
 }
 

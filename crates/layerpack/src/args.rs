@@ -2,6 +2,7 @@
 
 mod build;
 mod flatten;
+mod upkeep;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -10,6 +11,8 @@ use clap::{ArgAction, Args, Parser, Subcommand};
 
 pub(crate) use self::build::BuildArgs;
 pub(crate) use self::flatten::FlattenArgs;
+pub(crate) use upkeep::{GcArgs, PruneArgs, RepairArgs};
+
 use crate::output::Format;
 use crate::units::{Bytes, Cpus};
 
@@ -81,10 +84,16 @@ pub(crate) enum Command {
     Ls(LsArgs),
     /// Show a layer, or the conflicts of a stack of layers
     Inspect(InspectArgs),
-    /// Read every byte of a layer and check it
+    /// Read every byte of a layer, or of a whole store, and check it
     Verify(VerifyArgs),
     /// Take a layer's reference out of the store
     Rm(RmArgs),
+    /// Delete what no layer uses any more
+    Gc(GcArgs),
+    /// Copy what is used out of packs that hold little else, then collect garbage
+    Prune(PruneArgs),
+    /// Make lost indexes and locators again
+    Repair(RepairArgs),
     /// Mount a stack of layers on a directory
     Mount(MountArgs),
     /// Unmount what `mount` mounted
@@ -165,8 +174,14 @@ pub(crate) struct InspectArgs {
 #[derive(Debug, Args)]
 pub(crate) struct VerifyArgs {
     /// Layers to check
-    #[arg(required = true, value_name = "REF")]
+    #[arg(required_unless_present = "all", value_name = "REF")]
     pub(crate) refs: Vec<String>,
+    /// Check everything in the store
+    #[arg(long, conflicts_with = "refs")]
+    pub(crate) all: bool,
+    /// With --all: read the data of all packs too
+    #[arg(long, requires = "all")]
+    pub(crate) read_data: bool,
 }
 
 #[derive(Debug, Args)]

@@ -6,18 +6,22 @@ mod daemon;
 mod doctor;
 mod export;
 mod flatten;
+mod gc;
 mod import;
 mod inspect;
 mod ls;
 mod merge;
 mod mount;
 mod pack_diff;
+mod prune;
+mod repair;
 mod rm;
 mod run;
 mod sandbox;
 mod split;
 mod umount;
 mod verify;
+mod verify_all;
 
 use std::process::ExitCode;
 
@@ -60,6 +64,9 @@ fn dispatch(context: &Context, command: Command) -> Outcome {
         Command::Inspect(args) => inspect::run(context, &args),
         Command::Verify(args) => verify::run(context, &args),
         Command::Rm(args) => rm::run(context, &args),
+        Command::Gc(args) => gc::run(context, &args),
+        Command::Prune(args) => prune::run(context, &args),
+        Command::Repair(args) => repair::run(context, &args),
         Command::Mount(args) => mount::run(context, args),
         Command::Umount(args) => umount::run(context, &args),
         Command::Daemon(args) => daemon::run(context, args),

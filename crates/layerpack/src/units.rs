@@ -1,6 +1,7 @@
 //! Quantities as people write and read them.
 
 use std::str::FromStr;
+use std::time::Duration;
 
 /// A number of bytes from the command line: `1048576`, `512m`, `2g`, `1.5GiB`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,6 +35,32 @@ impl FromStr for Bytes {
         } else {
             Ok(Self(bytes))
         }
+    }
+}
+
+/// A span of time from the command line: `90s`, `15m`, `24h`, `7d`; `0` needs no unit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Span(pub(crate) Duration);
+
+impl FromStr for Span {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || {
+            format!("{text:?} is not a span of time: write a number and s, m, h or d, such as 24h")
+        };
+        let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+        let number: u64 = digits.parse().map_err(|_| wrong())?;
+        let seconds = match text.get(digits.len()..).unwrap_or_default() {
+            "" if number == 0 => 1,
+            "s" => 1,
+            "m" => 60,
+            "h" => 3600,
+            "d" => 86_400,
+            _ => return Err(wrong()),
+        };
+        let seconds = number.checked_mul(seconds).ok_or_else(wrong)?;
+        Ok(Self(Duration::from_secs(seconds)))
     }
 }
 
@@ -138,6 +165,23 @@ mod tests {
             "0x10",
         ] {
             assert!(text.parse::<Bytes>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn spans_have_a_unit() {
+        for (text, seconds) in [
+            ("0", 0),
+            ("0s", 0),
+            ("90s", 90),
+            ("15m", 900),
+            ("7d", 604_800),
+        ] {
+            let span = Span(Duration::from_secs(seconds));
+            assert_eq!(text.parse(), Ok(span), "{text}");
+        }
+        for text in ["", "s", "1", "-1s", "1.5h", "1w", "99999999999999999d"] {
+            assert!(text.parse::<Span>().is_err(), "{text}");
         }
     }
 

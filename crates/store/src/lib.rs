@@ -32,7 +32,10 @@ pub use digest::{Digest, Hasher};
 pub use error::{FormatError, Result, StoreError};
 pub use format::locator::{FrameLoc, Locator, PackLoc};
 pub use format::map::{Extent, LayerMap, MapBuilder};
-pub use gc::{Amount, GcOptions, GcReport, Lease, LeaseKind, NodeLease, Reason, Waiting};
+pub use gc::{
+    Amount, AuditReport, AuditedLayer, GcOptions, GcReport, Lease, LeaseKind, Lost, NodeLease,
+    Orphan, PruneOptions, PruneReport, Reason, RepairReport, Waiting,
+};
 pub use index::{ChunkIndex, CompactOptions, CompactReport, IndexStats, compact_index};
 pub use key::Key;
 pub use layer::{

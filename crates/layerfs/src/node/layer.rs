@@ -37,6 +37,8 @@ pub(super) struct Up {
     pub(super) mountpoint: PathBuf,
     pub(super) manifest: Manifest,
     pub(super) manifest_digest: Digest,
+    /// Address of the store that it comes from.
+    pub(super) store: String,
     /// Since when no lease uses it.
     pub(super) idle_since: Instant,
 }
@@ -58,7 +60,7 @@ impl StoreRef {
 }
 
 impl Node {
-    fn opened(&self, store: &StoreRef) -> Result<LayerStore> {
+    pub(super) fn opened(&self, store: &StoreRef) -> Result<LayerStore> {
         match store {
             StoreRef::Open(store) => Ok(store.clone()),
             StoreRef::Address(url) => Ok((self.config.open_store)(url)?),
@@ -116,6 +118,7 @@ impl Node {
             mountpoint: mountpoint.clone(),
             manifest,
             manifest_digest: *manifest_digest,
+            store: store.url().to_owned(),
             idle_since: Instant::now(),
         });
         Ok(LayerHandle {

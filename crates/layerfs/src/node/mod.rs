@@ -8,6 +8,7 @@
 //! ROOT/stacks/STACK/        plan.json; meta.erofs and mnt/ of a generated layer
 //! ROOT/manifests/           manifests by digest
 //! ROOT/leases/              who uses what
+//! ROOT/node-id              the node's name in the leases that it takes in stores
 //! ```
 //!
 //! These directories are for root only: layers hold set-id programs that are meant for
@@ -22,6 +23,7 @@ mod lease;
 mod registry;
 mod stack;
 mod status;
+mod store_lease;
 mod sweep;
 mod types;
 
@@ -49,6 +51,7 @@ use crate::sync::{AtomicBool, AtomicU64, Condvar, Mutex, Ordering, RwLock};
 use layer::{Slot, StoreRef};
 use lease::Record;
 use registry::Registry;
+use store_lease::StoreLeases;
 
 pub use types::{
     LayerHandle, LayerStatus, LeaseInfo, LeaseSpec, NodeConfig, NodeStatus, Stack, StoreOpener,
@@ -76,6 +79,7 @@ pub struct Node {
     slots: Mutex<HashMap<LayerId, Arc<Mutex<Slot>>>>,
     generated: Mutex<HashMap<Digest, PathBuf>>,
     leases: Mutex<BTreeMap<String, Record>>,
+    store_leases: StoreLeases,
     problems: Mutex<Vec<String>>,
     meta_fetched: AtomicU64,
     stopped: AtomicBool,
@@ -117,6 +121,7 @@ impl Node {
         let registry = Arc::new(Registry::new(config.open_mode));
         let fetcher = Fetcher::new(config.fetch);
         let session = serve_blobs(&config, &root, &registry)?;
+        let store_leases = StoreLeases::new(&root)?;
         let records = Record::load_all(&root.join("leases"), &mut problems);
         let node = Arc::new(Self {
             root,
@@ -131,6 +136,7 @@ impl Node {
             slots: Mutex::new(HashMap::new()),
             generated: Mutex::new(HashMap::new()),
             leases: Mutex::new(BTreeMap::new()),
+            store_leases,
             problems: Mutex::new(problems),
             meta_fetched: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
@@ -184,6 +190,7 @@ impl Node {
         self.check_running()?;
         let _stacking = self.stacking.read();
         let store = StoreRef::Open(store.clone());
+        self.protect(&store, &[*manifest])?;
         let parsed = self.manifest(&store, manifest)?;
         self.bring_up(&store, parsed, manifest)
     }
@@ -235,6 +242,10 @@ impl Node {
             }
         }
         self.trim_idle();
+        // Not beside a stack that is on its way up: it is named already, and not mounted yet.
+        if let Some(_alone) = self.stacking.try_write() {
+            self.update_store_leases();
+        }
         self.checkpoint();
     }
 
@@ -272,6 +283,7 @@ impl Node {
         }
         self.fetcher.close(END_LIMIT);
         self.checkpoint();
+        self.update_store_leases();
         result
     }
 

@@ -70,6 +70,7 @@ impl Node {
             }
         }
         let store = StoreRef::Open(store.clone());
+        self.protect(&store, manifests)?;
         let parsed = self.manifests(&store, manifests)?;
         let info = LeaseInfo {
             spec: lease.clone(),

@@ -42,7 +42,20 @@ struct Damaged {
     data: Vec<(u64, u64)>,
 }
 
+/// A damaged object and the layers that it touches, on one line.
+pub(super) fn lost_line(lost: &layerpack_store::Lost) -> String {
+    let layers = if lost.layers.is_empty() {
+        "no layer that is known".to_owned()
+    } else {
+        lost.layers.join(", ")
+    };
+    format!("{} (touches {layers}): {}", lost.object, lost.what)
+}
+
 pub(super) fn run(context: &Context, args: &VerifyArgs) -> Outcome {
+    if args.all {
+        return super::verify_all::run(context, args.read_data);
+    }
     let references = args
         .refs
         .iter()

@@ -9,6 +9,8 @@
 
 mod cache;
 pub mod contract;
+#[cfg(test)]
+mod crash;
 mod disk;
 mod fault;
 mod file;

@@ -68,7 +68,7 @@ struct WireExtent {
 const _: () = assert!(size_of::<WireExtent>() == 8);
 
 /// A pack that a locator uses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PackLoc {
     /// The pack's id.
     pub id: Digest,

@@ -91,7 +91,7 @@ const FAMILIES: [&str; 7] = [
     "packs/",
 ];
 
-fn family(key: &str) -> Option<usize> {
+pub(super) fn family(key: &str) -> Option<usize> {
     FAMILIES.iter().position(|family| key.starts_with(family))
 }
 
@@ -510,7 +510,7 @@ fn ignorant(leases: &Leases, list: &str) -> Option<Hindrance> {
 }
 
 /// Why a collected object stays.
-fn reason_of(marks: &Marks, key: &Key) -> Option<Reason> {
+pub(super) fn reason_of(marks: &Marks, key: &Key) -> Option<Reason> {
     let text = key.as_str();
     if let Some(rest) = text.strip_prefix("signatures/") {
         let hex = rest.split('/').next().unwrap_or_default();

@@ -53,10 +53,6 @@ pub(super) enum Unknown {
 
 /// A layer that is used.
 #[derive(Debug)]
-#[expect(
-    dead_code,
-    reason = "read by what compacts and repairs, which comes next"
-)]
 pub(super) struct UsedLayer {
     /// What to call it.
     pub(super) name: String,
@@ -71,12 +67,33 @@ pub(super) struct Marks {
     pub(super) unknown: Unknown,
     /// What could not be read, one line each.
     pub(super) problems: Vec<String>,
+    /// The same, where it is an object of the store.
+    pub(super) unreadable: Vec<Unreadable>,
+}
+
+/// Something that could not be read.
+#[derive(Debug)]
+pub(super) struct Unreadable {
+    /// What needs it.
+    pub(super) name: String,
+    pub(super) error: StoreError,
 }
 
 impl Marks {
     fn doubt(&mut self, unknown: Unknown, what: String) {
         self.unknown = self.unknown.max(unknown);
         self.problems.push(what);
+    }
+
+    fn unreadable(&mut self, unknown: Unknown, what: &str, name: &str, error: StoreError) {
+        self.doubt(
+            unknown,
+            format!("it cannot be told {what} {name} uses: {error}"),
+        );
+        self.unreadable.push(Unreadable {
+            name: name.to_owned(),
+            error,
+        });
     }
 
     /// Why the object is kept; `None`: nothing uses it.
@@ -162,10 +179,7 @@ pub(super) fn mark(store: &LayerStore, leases: &Leases) -> Result<Marks> {
                         .map(|d| (d, root.reason, root.name.clone())),
                 );
             }
-            Err(error) => marks.doubt(
-                Unknown::Everything,
-                format!("it cannot be told what {} uses: {error}", root.name),
-            ),
+            Err(error) => marks.unreadable(Unknown::Everything, "what", &root.name, error),
         }
     }
     let mut seen = BTreeSet::new();
@@ -222,10 +236,7 @@ fn mark_layers(
                 continue;
             }
             Err(error) => {
-                marks.doubt(
-                    Unknown::Everything,
-                    format!("it cannot be told what {name} uses: {error}"),
-                );
+                marks.unreadable(Unknown::Everything, "what", name, error);
                 continue;
             }
         };
@@ -242,10 +253,7 @@ fn mark_layers(
                     marks.mark(Key::pack(&pack.id), *reason);
                 }
             }
-            Err(error) => marks.doubt(
-                Unknown::Packs,
-                format!("it cannot be told which packs {name} uses: {error}"),
-            ),
+            Err(error) => marks.unreadable(Unknown::Packs, "which packs", name, error),
         }
         for parent in &manifest.parents {
             let called = parent.reference.as_ref().map_or_else(

@@ -5,6 +5,7 @@
 //! that a write is visible to every later read and list, and that no request takes effect minutes
 //! after its caller gave it up. The protocol is in FORMAT.md, section "Collecting garbage".
 
+mod audit;
 mod collect;
 mod condemned;
 mod guard;
@@ -12,15 +13,20 @@ mod lease;
 mod mark;
 mod node;
 mod parallel;
+mod prune;
+mod repair;
 mod sealed;
 mod session;
 
 use std::sync::Arc;
 
+pub use audit::{AuditReport, AuditedLayer, Orphan};
 pub use collect::{Amount, GcOptions, GcReport, Waiting};
 pub use lease::{Lease, LeaseKind};
 pub use mark::Reason;
 pub use node::NodeLease;
+pub use prune::{PruneOptions, PruneReport};
+pub use repair::{Lost, RepairReport};
 
 use crate::blob::BlobStore;
 use crate::error::Result;

@@ -7,6 +7,7 @@ mod pack_writer;
 mod pipeline;
 mod publish;
 mod read;
+pub(crate) mod repack;
 mod verify;
 mod writer;
 
@@ -156,7 +157,7 @@ impl LayerStore {
 
     /// Makes the store one if it is none yet. A warning if the marker was lost: looked at before
     /// the marker is written, so that another writer's first layer is not taken for an old one.
-    fn ensure_marker(&self) -> Result<Option<String>> {
+    pub(crate) fn ensure_marker(&self) -> Result<Option<String>> {
         if self.check_marker()? {
             return Ok(None);
         }
@@ -180,7 +181,7 @@ impl LayerStore {
     }
 
     /// The damage, if the store has references but no marker.
-    fn lost_marker(&self) -> Result<Option<StoreError>> {
+    pub(crate) fn lost_marker(&self) -> Result<Option<StoreError>> {
         if self.check_marker()? || self.inner.blobs.list("refs/")?.is_empty() {
             return Ok(None);
         }

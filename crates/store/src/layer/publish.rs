@@ -88,7 +88,7 @@ pub struct Published {
 }
 
 /// A frame that the layer uses, before its place in the locator is known.
-struct Used {
+pub(super) struct Used {
     pack: PackLoc,
     frame: PackFrame,
 }
@@ -238,7 +238,7 @@ impl LayerWriter {
 }
 
 /// For each extent of the map: its frame, and its first byte in the frame's raw bytes.
-fn resolve(
+pub(super) fn resolve(
     known: &HashMap<Digest, (Place, u32)>,
     stored: &[super::dedupe::StoredChunk],
     tickets: &[Option<u64>],
@@ -316,7 +316,7 @@ fn resolve(
 }
 
 /// Packs in the order of first use, frames in the order of packs and offsets.
-fn build_locator(
+pub(super) fn build_locator(
     map_digest: Digest,
     map: &LayerMap,
     places: Vec<(Used, u32)>,
@@ -361,7 +361,7 @@ fn build_locator(
 
 impl LayerStore {
     /// An index segment of new packs; bytes written.
-    fn put_index(&self, packs: &[WrittenPack]) -> Result<u64> {
+    pub(super) fn put_index(&self, packs: &[WrittenPack]) -> Result<u64> {
         if packs.is_empty() {
             return Ok(0);
         }
@@ -428,7 +428,7 @@ impl LayerStore {
 
     /// An existing locator stays only if it is the same: each frame of `locator` was verified or
     /// written by this writer, and what another one points at was not. Bytes written.
-    fn put_locator(
+    pub(crate) fn put_locator(
         &self,
         map_digest: &Digest,
         map: &LayerMap,

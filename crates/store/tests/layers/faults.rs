@@ -17,16 +17,17 @@ fn files(seed: u64) -> Vec<Vec<u8>> {
 }
 
 /// An error must tell where: an object, a published name, or at least the store.
-fn names_something(error: &StoreError) -> bool {
+pub(crate) fn names_something(error: &StoreError) -> bool {
     let text = error.to_string();
     error
         .key()
         .is_some_and(|key| !key.is_empty() && text.contains(key))
         || text.contains("base/")
+        || text.starts_with("cannot list ") // of the whole store
 }
 
 /// Whatever happened, everything that is published is whole.
-fn published_is_whole(inner: &Arc<dyn BlobStore>, context: &str) {
+pub(crate) fn published_is_whole(inner: &Arc<dyn BlobStore>, context: &str) {
     let store = LayerStore::new(Arc::clone(inner));
     for (reference, _) in store.list().unwrap() {
         let report = store.verify(&reference).unwrap();

@@ -9,8 +9,10 @@
     reason = "tests"
 )]
 
+mod builders;
 mod chunker;
 mod collecting;
+mod compacting;
 mod damage;
 mod faults;
 mod full_disk;
@@ -22,4 +24,5 @@ mod publishing;
 mod reading;
 mod references;
 mod support;
+mod sweeps;
 mod writers;

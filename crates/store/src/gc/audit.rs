@@ -1,0 +1,427 @@
+//! Proving a whole store: every object that is there, every byte if asked for, and that each layer's
+//! chunks lie where its locator says. One pass over the packs serves all layers. Damage is named with
+//! the layers that it touches; what nothing uses is listed apart.
+//!
+//! Memory: the tables of all packs (40 bytes a chunk).
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Mutex;
+
+use serde::Serialize;
+
+use super::collect::{family, reason_of};
+use super::condemned::Condemned;
+use super::lease::Leases;
+use super::mark::{Marks, UsedLayer, mark};
+use super::parallel;
+use super::repair::{Lost, object_of};
+use crate::blob::ObjectInfo;
+use crate::digest::{Digest, Hasher};
+use crate::error::{Result, StoreError};
+use crate::format::locator::Locator;
+use crate::format::map::LayerMap;
+use crate::format::pack::{FRAMES_START, PackTable};
+use crate::key::Key;
+use crate::layer::LayerStore;
+use crate::layer::repack::{chunks_by_frame, place_of};
+
+/// An object that nothing uses.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Orphan {
+    /// The object's key.
+    pub object: String,
+    /// Its size in bytes.
+    pub size: u64,
+}
+
+/// A layer of the store.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct AuditedLayer {
+    /// Reference, or what else uses it.
+    pub name: String,
+    /// Digest of its manifest.
+    pub manifest: Digest,
+    /// Nothing that it needs is damaged, as far as was looked.
+    pub sound: bool,
+}
+
+/// What proving a store found.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+pub struct AuditReport {
+    /// Whether the packs' data was read; else only their headers, footers and tables.
+    pub read_data: bool,
+    /// Objects in the store.
+    pub objects: u64,
+    /// Their sizes, in bytes.
+    pub bytes: u64,
+    /// Packs looked at.
+    pub packs: u64,
+    /// Frames read and verified.
+    pub frames: u64,
+    /// The layers.
+    pub layers: Vec<AuditedLayer>,
+    /// What is damaged or missing.
+    pub damaged: Vec<Lost>,
+    /// What nothing uses. It was checked as far as its name tells what it must be.
+    pub orphans: Vec<Orphan>,
+    /// What harms no layer, one line each.
+    pub warnings: Vec<String>,
+}
+
+/// What is damaged so far, by object.
+#[derive(Debug, Default)]
+struct Findings {
+    damaged: BTreeMap<String, (String, BTreeSet<String>)>,
+}
+
+impl Findings {
+    fn add(&mut self, error: &StoreError, layer: Option<&str>) {
+        let key = object_of(error);
+        let found = self
+            .damaged
+            .entry(key)
+            .or_insert_with(|| (error.to_string(), BTreeSet::new()));
+        found.1.extend(layer.map(str::to_owned));
+    }
+
+    /// Passes on what is no damage.
+    fn note<T>(&mut self, result: Result<T>, layer: Option<&str>) -> Result<Option<T>> {
+        match result {
+            Ok(value) => Ok(Some(value)),
+            Err(error) if is_finding(&error) => {
+                self.add(&error, layer);
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// A place that cannot be read is damage too: the next place may be readable.
+fn is_finding(error: &StoreError) -> bool {
+    error.is_damage() || matches!(error, StoreError::Io { .. })
+}
+
+/// A pack that was looked at.
+struct Pack {
+    size: u64,
+    table: PackTable,
+    chunks: Vec<(usize, usize)>,
+    /// Frames that are damaged, by offset.
+    bad: HashMap<u64, StoreError>,
+}
+
+impl LayerStore {
+    /// Verifies the whole store; with `read_data` every byte of it.
+    ///
+    /// # Errors
+    /// If the store cannot be listed. What is damaged is in the report.
+    pub fn audit(&self, read_data: bool) -> Result<AuditReport> {
+        let mut report = AuditReport {
+            read_data,
+            ..AuditReport::default()
+        };
+        if let Some(lost) = self.lost_marker()? {
+            report.warnings.push(lost.to_string());
+        }
+        let objects = self.blobs().list("")?;
+        for object in &objects {
+            report.objects += 1;
+            report.bytes += object.size;
+        }
+        let mut findings = Findings::default();
+        let leases = Leases::read(&**self.blobs(), None)?;
+        let marks = mark(self, &leases)?;
+        for root in &marks.unreadable {
+            findings.add(&root.error, Some(&root.name));
+        }
+        for (key, _) in &leases.unknown {
+            findings.add(&self.corrupt(key, "it is no lease of this version"), None);
+        }
+        for (_, error) in Condemned::read(&**self.blobs())?.damaged {
+            findings.add(&error, None);
+        }
+        let mut packs = BTreeMap::new();
+        let listed: Vec<&ObjectInfo> = objects
+            .iter()
+            .filter(|object| object.key.as_str().starts_with("packs/"))
+            .collect();
+        let frames = Mutex::new(0_u64);
+        for part in listed.chunks(16) {
+            let read = parallel::map(part, |object| self.audit_pack(object, read_data, &frames));
+            for (object, pack) in part.iter().zip(read) {
+                report.packs += 1;
+                if let Some((id, pack)) = findings.note(pack, None)? {
+                    for error in pack.bad.values() {
+                        findings.add(error, None);
+                    }
+                    packs.insert(id, pack);
+                } else {
+                    tracing::debug!(key = %object.key, "is damaged");
+                }
+            }
+        }
+        report.frames = frames.into_inner().unwrap_or_default();
+        self.audit_layers(&marks, &packs, &mut findings)?;
+        self.audit_index(&objects, &marks, &packs, &mut findings, &mut report)?;
+        self.audit_orphans(&objects, &marks, &mut findings, &mut report)?;
+        for (digest, layer) in &marks.layers {
+            let sound = !findings
+                .damaged
+                .values()
+                .any(|(_, layers)| layers.contains(&layer.name));
+            report.layers.push(AuditedLayer {
+                name: layer.name.clone(),
+                manifest: *digest,
+                sound,
+            });
+        }
+        report.layers.sort_by(|a, b| a.name.cmp(&b.name));
+        report.damaged = findings
+            .damaged
+            .into_iter()
+            .map(|(object, (what, layers))| Lost {
+                object,
+                what,
+                layers: layers.into_iter().collect(),
+            })
+            .collect();
+        Ok(report)
+    }
+
+    /// A pack's structure and, with `read_data`, all its bytes.
+    fn audit_pack(
+        &self,
+        object: &ObjectInfo,
+        read_data: bool,
+        read: &Mutex<u64>,
+    ) -> Result<(Digest, Pack)> {
+        let id = object
+            .key
+            .digest()
+            .filter(|id| Key::pack(id) == object.key)
+            .ok_or_else(|| self.corrupt(&object.key, "its name is not that of a pack"))?;
+        let (table_offset, table) = self.structure_of_pack(&id, object.size)?;
+        let mut bad = HashMap::new();
+        if read_data {
+            let all: Vec<usize> = (0..table.frames.len()).collect();
+            let mut hasher = Hasher::new();
+            hasher.update(&self.blobs().get_range(&object.key, 0..FRAMES_START)?);
+            self.read_stored_frames(&id, &table, &all, &mut |index, stored| {
+                if let Ok(mut frames) = read.lock() {
+                    *frames += 1;
+                }
+                let offset = table.frames.get(index).map_or(0, |f| f.offset);
+                match stored {
+                    Ok(stored) => {
+                        hasher.update(stored);
+                    }
+                    Err(error) if is_finding(&error) => {
+                        bad.insert(offset, error);
+                    }
+                    Err(error) => return Err(error),
+                }
+                Ok(())
+            })?;
+            // Frames follow each other without gaps: these were all bytes before the table.
+            let tail = self
+                .blobs()
+                .get_range(&object.key, table_offset..object.size)?;
+            hasher.update(&tail);
+            let digest = hasher.finish();
+            if bad.is_empty() && digest != id {
+                return Err(self.corrupt(&object.key, format!("its digest is {digest}")));
+            }
+        }
+        let chunks = chunks_by_frame(&table);
+        let pack = Pack {
+            size: object.size,
+            table,
+            chunks,
+            bad,
+        };
+        Ok((id, pack))
+    }
+
+    fn audit_layers(
+        &self,
+        marks: &Marks,
+        packs: &BTreeMap<Digest, Pack>,
+        findings: &mut Findings,
+    ) -> Result<()> {
+        let layers: Vec<&UsedLayer> = marks.layers.values().collect();
+        for part in layers.chunks(16) {
+            let loaded = parallel::map(part, |layer| {
+                let meta = self.meta(&layer.manifest).map(|_| ());
+                let map = self.map(&layer.manifest);
+                let locator = match &map {
+                    Ok(map) => Some(self.locator(&layer.manifest, map)),
+                    Err(_) => None,
+                };
+                (meta, map, locator)
+            });
+            for (layer, (meta, map, locator)) in part.iter().zip(loaded) {
+                let name = Some(layer.name.as_str());
+                findings.note(meta, name)?;
+                let map = findings.note(map, name)?;
+                let locator = match locator {
+                    Some(locator) => findings.note(locator, name)?,
+                    None => None,
+                };
+                if let (Some(map), Some(locator)) = (map, locator) {
+                    self.audit_places(layer, &map, &locator, packs, findings);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// That each chunk of a layer is where its locator says, by the packs' tables.
+    fn audit_places(
+        &self,
+        layer: &UsedLayer,
+        map: &LayerMap,
+        locator: &Locator,
+        packs: &BTreeMap<Digest, Pack>,
+        findings: &mut Findings,
+    ) {
+        let name = Some(layer.name.as_str());
+        let key = Key::locator(&layer.manifest.map.digest);
+        for loc in locator.packs() {
+            let pack_key = Key::pack(&loc.id);
+            match packs.get(&loc.id) {
+                // Damaged, and named as such already; or not there.
+                None => findings.add(&self.missing(&pack_key), name),
+                Some(pack) if pack.size != loc.size => {
+                    let what = format!("it has {} bytes, its locator says {}", pack.size, loc.size);
+                    findings.add(&self.corrupt(&pack_key, what), name);
+                }
+                Some(_) => {}
+            }
+        }
+        let mut wrong = 0_u64;
+        for (number, frame) in (0_u32..).zip(locator.frames()) {
+            let pack = usize::try_from(frame.pack)
+                .ok()
+                .and_then(|p| locator.packs().get(p))
+                .and_then(|loc| packs.get(&loc.id));
+            let Some(pack) = pack else { continue };
+            if let Some(error) = pack.bad.get(&frame.offset) {
+                findings.add(error, name);
+            }
+            let at = pack
+                .table
+                .frames
+                .binary_search_by_key(&frame.offset, |f| f.offset);
+            let found = at.ok().and_then(|at| {
+                let table = pack.table.frames.get(at)?;
+                (place_of(table, frame.pack) == *frame).then_some(*pack.chunks.get(at)?)
+            });
+            let Some((first, count)) = found else {
+                wrong += 1;
+                continue;
+            };
+            let chunks = pack.table.chunks.get(first..first.saturating_add(count));
+            let chunks = chunks.unwrap_or_default();
+            for &extent in locator.extents_of_frame(number) {
+                let Ok(extent) = usize::try_from(extent) else {
+                    continue;
+                };
+                let (Some(extent), Some((_, offset))) =
+                    (map.extents().get(extent), locator.extent(extent))
+                else {
+                    continue;
+                };
+                let there = chunks.iter().any(|chunk| {
+                    (chunk.offset, chunk.len, chunk.digest) == (offset, extent.len, extent.digest)
+                });
+                wrong += u64::from(!there);
+            }
+        }
+        if wrong > 0 {
+            let what = format!("{wrong} of its places are not what the packs' tables say");
+            findings.add(&self.corrupt(&key, what), name);
+        }
+    }
+
+    fn audit_index(
+        &self,
+        objects: &[ObjectInfo],
+        marks: &Marks,
+        packs: &BTreeMap<Digest, Pack>,
+        findings: &mut Findings,
+        report: &mut AuditReport,
+    ) -> Result<()> {
+        let mut named: BTreeSet<Digest> = BTreeSet::new();
+        let mut stale = 0_u64;
+        for object in objects {
+            if !object.key.as_str().starts_with("index/") {
+                continue;
+            }
+            let segment = findings.note(self.index_segment(&object.key), None)?;
+            for pack in segment.flatten().iter().flat_map(|s| s.packs()) {
+                match packs.get(&pack.id) {
+                    Some(there) if there.size == pack.size => {
+                        named.insert(pack.id);
+                    }
+                    _ => stale += 1,
+                }
+            }
+        }
+        if stale > 0 {
+            report.warnings.push(format!(
+                "indexes name {stale} packs that are gone or damaged; prune or repair tidies that up"
+            ));
+        }
+        for id in packs.keys().filter(|id| !named.contains(id)) {
+            let key = Key::pack(id);
+            if marks.reason(&key).is_some() {
+                report.warnings.push(format!(
+                    "no index names {key}: new layers cannot share its chunks until repair made one"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn audit_orphans(
+        &self,
+        objects: &[ObjectInfo],
+        marks: &Marks,
+        findings: &mut Findings,
+        report: &mut AuditReport,
+    ) -> Result<()> {
+        for object in objects {
+            let key = object.key.as_str();
+            let Some(number) = family(key) else {
+                let known = [
+                    "refs/",
+                    "channels/",
+                    "claims/",
+                    "leases/",
+                    "gc/",
+                    "profiles/",
+                ];
+                if object.key != Key::marker() && !known.iter().any(|f| key.starts_with(f)) {
+                    report
+                        .warnings
+                        .push(format!("{key} is of no family that is known here"));
+                }
+                continue;
+            };
+            if key.starts_with("index/") || reason_of(marks, &object.key).is_some() {
+                continue;
+            }
+            if number == 0
+                && let Some(digest) = object.key.digest()
+            {
+                findings.note(self.manifest(&digest).map(|_| ()), None)?;
+            }
+            report.orphans.push(Orphan {
+                object: key.to_owned(),
+                size: object.size,
+            });
+        }
+        Ok(())
+    }
+}
