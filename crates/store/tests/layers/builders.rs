@@ -48,7 +48,7 @@ fn build(store: &LayerStore, seed: u64, end: &dyn Fn() -> bool) -> u64 {
             Err(StoreError::Collecting { .. }) => {}
             Err(error) => panic!("{error:?}"),
         }
-        if (state >> 50) % 3 == 0 {
+        if (state >> 50).is_multiple_of(3) {
             match store.remove(&reference(&name(content))) {
                 Ok(()) | Err(StoreError::UnknownReference { .. }) => {}
                 Err(error) => panic!("{error:?}"),
