@@ -71,6 +71,12 @@ pub enum StoreError {
         /// The text as given.
         text: String,
     },
+    /// Text that is no key of signatures. It is not repeated: it may be a secret.
+    #[error("not a key for signatures: {why}; make one with `layerpack key generate`")]
+    InvalidSigningKey {
+        /// What is wrong with it.
+        why: String,
+    },
     /// The text is not an object key.
     #[error("invalid object key {key:?}: {why}")]
     InvalidKey {
@@ -307,6 +313,7 @@ impl StoreError {
             | Self::InvalidKey { key, .. } => Some(key),
             Self::InvalidReference { .. }
             | Self::InvalidDigest { .. }
+            | Self::InvalidSigningKey { .. }
             | Self::InvalidUrl { .. }
             | Self::UnknownReference { .. }
             | Self::Unsupported { .. }

@@ -5,6 +5,7 @@ use std::fmt;
 use crate::digest::Digest;
 use crate::error::StoreError;
 use crate::reference::{Kind, LayerName, Reference, Version};
+use crate::signature::PublicKey;
 
 /// Name of an object in a store: `/`-separated segments that are safe as file names everywhere.
 ///
@@ -137,6 +138,12 @@ impl Key {
     #[must_use]
     pub fn index(id: &Digest) -> Self {
         Self(format!("index/{}", id.hex()))
+    }
+
+    /// A key's signature of a manifest.
+    #[must_use]
+    pub fn signature(manifest: &Digest, key: &PublicKey) -> Self {
+        Self(format!("signatures/{}/{}", manifest.hex(), key.hex()))
     }
 
     /// A lease, by its identity.

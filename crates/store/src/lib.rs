@@ -21,6 +21,7 @@ mod layer;
 mod manifest;
 mod parallel;
 mod reference;
+mod signature;
 
 pub use blob::{
     BlobStore, BlobWriter, CachedStore, Fault, FaultStore, FileStore, HttpStore, LimitedStore,
@@ -46,3 +47,4 @@ pub use manifest::{
     Blob, Counts, Features, LayerId, MAX_MANIFEST_BYTES, MAX_META_BYTES, Manifest, ParentRef,
 };
 pub use reference::{Kind, LayerName, Reference, Version};
+pub use signature::{PublicKey, SignatureEntry, SigningKey};

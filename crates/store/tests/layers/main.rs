@@ -23,6 +23,7 @@ mod index_cache;
 mod publishing;
 mod reading;
 mod references;
+mod signatures;
 mod support;
 mod sweeps;
 mod writers;
