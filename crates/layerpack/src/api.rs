@@ -97,6 +97,9 @@ pub(crate) struct StackReply {
     /// Directories to use as overlay lowers, topmost first. The first may be one more than was
     /// asked for: the stack's implicit directories.
     pub(crate) lowers: Vec<PathBuf>,
+    /// Layers that the signature policy warns of, one line each.
+    #[serde(default)]
+    pub(crate) warnings: Vec<String>,
 }
 
 /// Answer to the end of a lease.

@@ -2,6 +2,7 @@
 
 mod build;
 mod flatten;
+mod signing;
 mod upkeep;
 
 use std::ffi::OsString;
@@ -13,6 +14,7 @@ pub(crate) use self::build::BuildArgs;
 pub(crate) use self::flatten::FlattenArgs;
 pub(crate) use upkeep::{GcArgs, PruneArgs, RepairArgs};
 
+pub(crate) use self::signing::{KeyArgs, KeyCommand, SignArgs, SignWithArgs};
 use crate::output::Format;
 use crate::units::{Bytes, Cpus};
 
@@ -86,6 +88,10 @@ pub(crate) enum Command {
     Inspect(InspectArgs),
     /// Read every byte of a layer, or of a whole store, and check it
     Verify(VerifyArgs),
+    /// Make and show keys that sign layers
+    Key(KeyArgs),
+    /// Sign layers: vouch for them to nodes that ask for it
+    Sign(SignArgs),
     /// Take a layer's reference out of the store
     Rm(RmArgs),
     /// Delete what no layer uses any more
@@ -121,6 +127,8 @@ pub(crate) struct MergeArgs {
     /// Version of the merged layer; once published it never changes
     #[arg(long)]
     pub(crate) version: String,
+    #[command(flatten)]
+    pub(crate) sign: SignWithArgs,
     /// Kind of the merged layer [default: that of the bottom layer]
     #[arg(long)]
     pub(crate) kind: Option<String>,
@@ -177,11 +185,17 @@ pub(crate) struct VerifyArgs {
     #[arg(required_unless_present = "all", value_name = "REF")]
     pub(crate) refs: Vec<String>,
     /// Check everything in the store
-    #[arg(long, conflicts_with = "refs")]
+    #[arg(long, conflicts_with_all = ["refs", "signed"])]
     pub(crate) all: bool,
     /// With --all: read the data of all packs too
     #[arg(long, requires = "all")]
     pub(crate) read_data: bool,
+    /// Also ask for a good signature of each layer, by any key or by one of --key
+    #[arg(long)]
+    pub(crate) signed: bool,
+    /// A public key, as text or a key file, that counts for --signed (repeatable)
+    #[arg(long, value_name = "KEY", requires = "signed")]
+    pub(crate) key: Vec<String>,
 }
 
 #[derive(Debug, Args)]
@@ -225,6 +239,9 @@ pub(crate) enum DaemonCommand {
         /// Leave the caller's session: set by commands that start the daemon themselves
         #[arg(long, hide = true)]
         detached: bool,
+        /// Which signatures the node asks for [default: ROOT/policy.toml, if it is there]
+        #[arg(long, value_name = "FILE")]
+        policy: Option<PathBuf>,
     },
     /// Unmount the node's layers and end the daemon
     Stop {
@@ -382,6 +399,8 @@ pub(crate) struct PackDiffArgs {
     /// Keep this extended attribute too, or with `*` at its end all that begin so (repeatable)
     #[arg(long, value_name = "NAME")]
     pub(crate) xattr: Vec<String>,
+    #[command(flatten)]
+    pub(crate) sign: SignWithArgs,
     /// Label for people and tools (repeatable)
     #[arg(long, value_name = "KEY=VALUE")]
     pub(crate) label: Vec<String>,

@@ -9,6 +9,7 @@ mod flatten;
 mod gc;
 mod import;
 mod inspect;
+mod key;
 mod ls;
 mod merge;
 mod mount;
@@ -63,6 +64,8 @@ fn dispatch(context: &Context, command: Command) -> Outcome {
         Command::Ls(args) => ls::run(context, &args),
         Command::Inspect(args) => inspect::run(context, &args),
         Command::Verify(args) => verify::run(context, &args),
+        Command::Key(args) => key::run(context, &args),
+        Command::Sign(args) => key::sign(context, &args),
         Command::Rm(args) => rm::run(context, &args),
         Command::Gc(args) => gc::run(context, &args),
         Command::Prune(args) => prune::run(context, &args),

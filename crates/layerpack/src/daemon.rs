@@ -9,7 +9,7 @@ mod handlers;
 mod prune;
 pub(crate) mod socket;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -28,16 +28,16 @@ use socket::OwnerOnly;
 /// Threads that work on requests; more requests than that wait.
 const WORKERS: usize = 32;
 
-/// Serves the node at `root` until it is told to stop, by the API or by SIGTERM or SIGINT.
+/// Serves the node at `root` under the signature policy in the file `policy` until it is told to stop, by the API or by SIGTERM or SIGINT.
 ///
 /// # Errors
 /// When the root belongs to a running daemon, or the node cannot be started on this machine.
-pub(crate) fn run(root: &Path) -> anyhow::Result<()> {
+pub(crate) fn run(root: &Path, policy: PathBuf) -> anyhow::Result<()> {
     let node = layerpack_layerfs::Node::start(layerpack_layerfs::NodeConfig::recommended(
         root.to_owned(),
     ))?;
     prune::at_start(&node, root);
-    let served = serve(root, Arc::clone(&node));
+    let served = serve(root, Arc::clone(&node), policy);
     // Whatever ended the serving, nothing may stay mounted. After a stop by the API this finds
     // nothing to do.
     let stopped = node.stop(true).context("cannot unmount everything");
@@ -50,7 +50,7 @@ pub(crate) fn run(root: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn serve(root: &Path, node: Arc<layerpack_layerfs::Node>) -> anyhow::Result<()> {
+fn serve(root: &Path, node: Arc<layerpack_layerfs::Node>, policy: PathBuf) -> anyhow::Result<()> {
     let info = api::Info {
         api: api::VERSION,
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -68,7 +68,7 @@ fn serve(root: &Path, node: Arc<layerpack_layerfs::Node>) -> anyhow::Result<()> 
         .build()
         .context("cannot start the daemon's threads")?;
     let stop = Arc::new(Notify::new());
-    let server = Arc::new(Server::new(node, info, Arc::clone(&stop)));
+    let server = Arc::new(Server::new(node, info, Arc::clone(&stop), policy));
     runtime.block_on(async {
         let listener = OwnerOnly::bind(root)
             .with_context(|| format!("cannot listen on {}", api::socket_path(root).display()))?;

@@ -19,6 +19,7 @@ use crate::api::StackRequest;
 use crate::args::{NetworkArg, ProcessArgs, ShapeArgs};
 use crate::client::{Client, ClientError};
 use crate::context::Context;
+use crate::output::warning;
 use crate::stack::{self, StackLayer};
 
 /// Host id of a sandbox's root: far above what a machine gives its own users.
@@ -82,7 +83,11 @@ impl SandboxLease {
                 pid,
             },
         };
-        spec.lowers = client.stack_up(&request)?.lowers;
+        let reply = client.stack_up(&request)?;
+        if context.says_warnings() {
+            reply.warnings.iter().for_each(|text| warning(text));
+        }
+        spec.lowers = reply.lowers;
         spec.lease = Some(lease.id.clone());
         Ok((lease, spec))
     }

@@ -17,6 +17,8 @@ fn every_command_has_help() {
         &["ls"],
         &["inspect"],
         &["verify"],
+        &["key"],
+        &["sign"],
         &["rm"],
         &["gc"],
         &["prune"],

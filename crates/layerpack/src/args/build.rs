@@ -6,10 +6,13 @@ use std::path::PathBuf;
 use clap::Args;
 use layerpack_packer::{IdMapRange, Limits, Owners};
 
+use super::SignWithArgs;
 use crate::units::Bytes;
 
 #[derive(Debug, Args)]
 pub(crate) struct BuildArgs {
+    #[command(flatten)]
+    pub(crate) sign: SignWithArgs,
     /// base, workspace or toolkit; diff with --diff-from, and then the default
     #[arg(long, required_unless_present_any = ["split", "diff_from"])]
     pub(crate) kind: Option<String>,

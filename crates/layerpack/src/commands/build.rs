@@ -15,6 +15,7 @@ use crate::context::Context;
 use crate::output;
 use crate::progress::Reporter;
 use crate::published::{Published, platform};
+use crate::signing::Signer;
 use crate::stack::resolve;
 
 pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
@@ -46,6 +47,7 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
         return super::import::run(context, reference, args);
     }
     let store = context.store()?;
+    let signer = Signer::new(&args.sign)?;
     let options = options(&store, reference, args)?;
 
     let reporter = Reporter::new(&options.reference.to_string(), context);
@@ -53,6 +55,7 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
     reporter.finish();
     let report = report?;
     warn(context, &report.warnings);
+    signer.sign(&store, &report.published.digest)?;
     published(report).print(context)?;
     Ok(ExitCode::SUCCESS)
 }

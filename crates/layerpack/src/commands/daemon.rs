@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -18,30 +18,40 @@ use crate::client::{Client, ClientError};
 use crate::context::{Context, prepare_root, require_root};
 use crate::mounts::Place;
 use crate::output::{Table, print, printable};
+use crate::policy::{self, Policy};
 use crate::units::human_bytes;
 
 /// How long `stop` waits for the process to be gone after it agreed to go.
 const GONE: Duration = Duration::from_secs(30);
 
 pub(super) fn run(context: &Context, args: DaemonArgs) -> Outcome {
-    match args
-        .command
-        .unwrap_or(DaemonCommand::Run { detached: false })
-    {
-        DaemonCommand::Run { detached } => serve(context, detached),
+    match args.command.unwrap_or(DaemonCommand::Run {
+        detached: false,
+        policy: None,
+    }) {
+        DaemonCommand::Run { detached, policy } => serve(context, detached, policy),
         DaemonCommand::Stop { force } => stop(context, force),
         DaemonCommand::Status => status(context),
     }
 }
 
-fn serve(context: &Context, detached: bool) -> Outcome {
+fn serve(context: &Context, detached: bool, policy: Option<PathBuf>) -> Outcome {
     require_root("the daemon")?;
     prepare_root(context.root())?;
     if detached {
         // Fails only for a process group leader, which a child that was just started is not.
         let _ = rustix::process::setsid();
     }
-    crate::daemon::run(context.root())?;
+    let policy = match policy {
+        // Named, so it must be there: a policy must not vanish by a typing error.
+        Some(path) => {
+            let path = fs_err::canonicalize(path)?;
+            Policy::load(&path)?;
+            path
+        }
+        None => context.root().join(policy::FILE_NAME),
+    };
+    crate::daemon::run(context.root(), policy)?;
     Ok(ExitCode::SUCCESS)
 }
 

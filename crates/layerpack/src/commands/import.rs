@@ -13,8 +13,10 @@ use crate::context::Context;
 use crate::output::print;
 use crate::progress::Reporter;
 use crate::published::platform;
+use crate::signing::Signer;
 
 pub(super) fn run(context: &Context, reference: Reference, args: BuildArgs) -> Outcome {
+    let signer = Signer::new(&args.sign)?;
     let options = options(reference, args)?;
     let store = context.store()?;
     let reporter = Reporter::new(&options.reference.to_string(), context);
@@ -23,6 +25,7 @@ pub(super) fn run(context: &Context, reference: Reference, args: BuildArgs) -> O
     let mut layers = Vec::new();
     for report in report?.layers {
         warn(context, &report.warnings);
+        signer.sign(&store, &report.published.digest)?;
         layers.push(published(report));
     }
     if options.per_layer {

@@ -8,13 +8,13 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use layerpack_erofs::Image;
-use layerpack_store::{LayerStore, Manifest};
+use layerpack_store::{Digest, LayerStore, Manifest};
 use serde::Serialize;
 
 use super::Outcome;
 use crate::args::InspectArgs;
 use crate::context::Context;
-use crate::output::{Table, print, printable};
+use crate::output::{Table, print, printable, warning};
 use crate::stack::{self, StackLayer, parse_reference};
 use crate::units::human_bytes;
 use conflicts::{Conflict, Effect};
@@ -25,6 +25,8 @@ struct Shown {
     reference: String,
     digest: String,
     layer_id: String,
+    /// Whose good signatures the store holds.
+    signers: Vec<String>,
     manifest: Manifest,
 }
 
@@ -55,6 +57,7 @@ fn show_layers(context: &Context, store: &LayerStore, references: &[String]) -> 
             reference: reference.to_string(),
             digest: digest.to_string(),
             layer_id: manifest.layer_id().to_string(),
+            signers: signers(context, store, &digest),
             manifest,
         });
     }
@@ -70,6 +73,30 @@ fn show_layers(context: &Context, store: &LayerStore, references: &[String]) -> 
     Ok(())
 }
 
+/// Who signed a manifest. What cannot be told is a warning: a store that cannot list is no reason
+/// to show nothing.
+fn signers(context: &Context, store: &LayerStore, manifest: &Digest) -> Vec<String> {
+    let warn = |error: &dyn std::fmt::Display| {
+        if context.says_warnings() {
+            warning(&error.to_string());
+        }
+    };
+    let entries = store.signatures(manifest).unwrap_or_else(|error| {
+        warn(&error);
+        Vec::new()
+    });
+    entries
+        .into_iter()
+        .filter_map(|entry| match entry.signer {
+            Ok(key) => Some(key.to_string()),
+            Err(error) => {
+                warn(&error);
+                None
+            }
+        })
+        .collect()
+}
+
 fn describe(out: &mut dyn Write, layer: &Shown) -> io::Result<()> {
     let manifest = &layer.manifest;
     let counts = &manifest.counts;
@@ -78,6 +105,9 @@ fn describe(out: &mut dyn Write, layer: &Shown) -> io::Result<()> {
     line("digest", layer.digest.clone())?;
     line("layer id", layer.layer_id.clone())?;
     line("platform", manifest.platform.clone())?;
+    for signer in &layer.signers {
+        line("signed by", signer.clone())?;
+    }
     line(
         "contents",
         format!(

@@ -13,9 +13,11 @@ use crate::args::MergeArgs;
 use crate::context::Context;
 use crate::progress::Reporter;
 use crate::published::Published;
+use crate::signing::Signer;
 use crate::stack::parse_reference;
 
 pub(super) fn run(context: &Context, args: MergeArgs) -> Outcome {
+    let signer = Signer::new(&args.sign)?;
     let options = options(args)?;
     let store = context.store()?;
     let reporter = Reporter::new(&options.reference.to_string(), context);
@@ -23,6 +25,7 @@ pub(super) fn run(context: &Context, args: MergeArgs) -> Outcome {
     reporter.finish();
     let report = report?;
     warn(context, &report.warnings);
+    signer.sign(&store, &report.published.digest)?;
     Published::new(
         &report.published,
         report.counts,

@@ -161,7 +161,9 @@ impl<'a> Claim<'a> {
                 pid: None,
             },
         };
-        Ok(self.client.stack_up(&request)?.lowers)
+        let reply = self.client.stack_up(&request)?;
+        super::build::warn(context, &reply.warnings);
+        Ok(reply.lowers)
     }
 
     fn keep(mut self) {

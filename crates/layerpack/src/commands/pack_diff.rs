@@ -18,6 +18,7 @@ use crate::context::{Context, require_root};
 use crate::launch::sandboxes;
 use crate::progress::Reporter;
 use crate::published::{Published, platform};
+use crate::signing::Signer;
 use crate::thaw::Thaw;
 
 /// How long the processes of a sandbox may take to come to rest.
@@ -31,6 +32,7 @@ pub(super) fn run(context: &Context, args: PackDiffArgs) -> Outcome {
         Version::new(&args.version)?,
     );
     let labels = labels(&args.label)?;
+    let signer = Signer::new(&args.sign)?;
     let store = context.store()?;
     let sandboxes = sandboxes(context.root())?;
     let sandbox = sandboxes.get(&args.sandbox)?;
@@ -53,6 +55,7 @@ pub(super) fn run(context: &Context, args: PackDiffArgs) -> Outcome {
     reporter.finish();
     let report = report?;
     warn(context, &report.warnings);
+    signer.sign(&store, &report.published.digest)?;
     Published::new(
         &report.published,
         report.counts,

@@ -13,6 +13,7 @@ use crate::context::Context;
 use crate::output::{note, print};
 use crate::progress::Reporter;
 use crate::published::Published;
+use crate::signing::Signer;
 use crate::units::human_bytes;
 
 /// What `-o json` shows.
@@ -27,6 +28,7 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
     let base = split.references().next().cloned();
     let base = base.context("the split file has no base")?;
     let store = context.store()?;
+    let signer = Signer::new(&args.sign)?;
     let reporter = Reporter::new(&base.to_string(), context);
     let report = if ImageSource::is_image(&args.from) {
         let options = super::import::options(base, args)?;
@@ -36,7 +38,11 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
         build_split(&store, &options, &split, &reporter)
     };
     reporter.finish();
-    show(context, report?)?;
+    let report = report?;
+    for part in &report.parts {
+        signer.sign(&store, &part.published.digest)?;
+    }
+    show(context, report)?;
     Ok(ExitCode::SUCCESS)
 }
 

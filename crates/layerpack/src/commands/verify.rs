@@ -1,15 +1,17 @@
 //! `layerpack verify`: reads every byte of layers and checks it.
 
+use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::anyhow;
-use layerpack_store::{Damage, VerifyReport};
+use layerpack_store::{Damage, LayerStore, PublicKey, Reference, VerifyReport};
 use serde::Serialize;
 
 use super::Outcome;
 use crate::args::VerifyArgs;
 use crate::context::Context;
 use crate::output::{note, print, printable};
+use crate::signing;
 use crate::stack::parse_reference;
 use crate::units::human_bytes;
 
@@ -87,6 +89,11 @@ pub(super) fn run(context: &Context, args: &VerifyArgs) -> Outcome {
             )));
         }
     }
+    let unsigned = if args.signed {
+        unsigned(&store, &references, &args.key)?
+    } else {
+        Vec::new()
+    };
     let mut bad = Vec::new();
     for layer in verified.iter().filter(|layer| !layer.damage.is_empty()) {
         for damage in &layer.damage {
@@ -98,6 +105,19 @@ pub(super) fn run(context: &Context, args: &VerifyArgs) -> Outcome {
         }
         bad.push(layer.reference.as_str());
     }
+    if bad.is_empty() && !unsigned.is_empty() {
+        return Err(anyhow!(
+            "{} {} no good signature{}: sign with `layerpack sign`",
+            unsigned.join(", "),
+            if unsigned.len() == 1 { "has" } else { "have" },
+            if args.key.is_empty() {
+                ""
+            } else {
+                " by the keys given"
+            }
+        )
+        .into());
+    }
     if bad.is_empty() {
         return Ok(ExitCode::SUCCESS);
     }
@@ -107,6 +127,39 @@ pub(super) fn run(context: &Context, args: &VerifyArgs) -> Outcome {
         context.store_url()
     )
     .into())
+}
+
+/// The layers that none of the keys signed; without keys, those that nobody did.
+fn unsigned(
+    store: &LayerStore,
+    references: &[Reference],
+    keys: &[String],
+) -> anyhow::Result<Vec<String>> {
+    let keys = keys
+        .iter()
+        .map(|text| match text.parse::<PublicKey>() {
+            Ok(key) => Ok(key),
+            Err(_) => signing::public(Path::new(text)),
+        })
+        .collect::<anyhow::Result<Vec<_>>>()?;
+    let mut unsigned = Vec::new();
+    for reference in references {
+        let manifest = store.resolve(reference)?;
+        let signed = store
+            .signatures(&manifest)?
+            .into_iter()
+            .any(|entry| match entry.signer {
+                Ok(signer) => keys.is_empty() || keys.contains(&signer),
+                Err(error) => {
+                    note(&printable(&format!("{reference}: {error}")));
+                    false
+                }
+            });
+        if !signed {
+            unsigned.push(reference.to_string());
+        }
+    }
+    Ok(unsigned)
 }
 
 impl From<VerifyReport> for Verified {

@@ -1,6 +1,7 @@
 //! One function per request of the API.
 
 use std::collections::HashMap;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -16,6 +17,7 @@ use tokio::sync::Notify;
 use super::prune;
 use crate::api;
 use crate::failure::one_line;
+use crate::policy::Policy;
 
 /// Stores that are kept open; past that the daemon opens them anew for each request.
 const MAX_STORES: usize = 64;
@@ -29,17 +31,41 @@ pub(super) struct Server {
     node: Arc<Node>,
     info: api::Info,
     stop: Arc<Notify>,
+    /// File of the signature policy.
+    policy: PathBuf,
     stores: Mutex<HashMap<String, LayerStore>>,
 }
 
 impl Server {
-    pub(super) fn new(node: Arc<Node>, info: api::Info, stop: Arc<Notify>) -> Self {
+    pub(super) fn new(
+        node: Arc<Node>,
+        info: api::Info,
+        stop: Arc<Notify>,
+        policy: PathBuf,
+    ) -> Self {
         Self {
             node,
             info,
             stop,
+            policy,
             stores: Mutex::new(HashMap::new()),
         }
+    }
+
+    /// Holds the layers to the signature policy; warnings where it only warns.
+    fn check_policy(&self, store: &LayerStore, layers: &[Digest]) -> Result<Vec<String>, Refusal> {
+        let refused = |error: anyhow::Error| Refusal::new(StatusCode::FORBIDDEN, error);
+        let Some(policy) = Policy::load(&self.policy).map_err(refused)? else {
+            return Ok(Vec::new());
+        };
+        let mut warnings = Vec::new();
+        for digest in layers {
+            if let Some(warning) = policy.check(store, digest).map_err(refused)? {
+                tracing::warn!(layer = %digest, "{warning}");
+                warnings.push(warning);
+            }
+        }
+        Ok(warnings)
     }
 
     fn store(&self, url: &str) -> Result<LayerStore, Refusal> {
@@ -152,10 +178,12 @@ pub(super) async fn stack_up(
             )));
         }
         let store = server.store(&request.store)?;
+        let warnings = server.check_policy(&store, &layers)?;
         let stack = server.node.stack_up(&store, &layers, &lease)?;
         Ok(api::StackReply {
             lease: lease.id,
             lowers: stack.lowers,
+            warnings,
         })
     })
     .await

@@ -81,7 +81,9 @@ impl LayerStore {
         let key = Key::signature(manifest, public);
         match self.blobs().get(&key, MAX_SIGNATURE)? {
             None => Ok(false),
-            Some(bytes) => self.check_signature(manifest, public, &key, &bytes).map(|()| true),
+            Some(bytes) => self
+                .check_signature(manifest, public, &key, &bytes)
+                .map(|()| true),
         }
     }
 
@@ -137,8 +139,8 @@ impl LayerStore {
         key: &Key,
         bytes: &[u8],
     ) -> Result<()> {
-        let object: Object = serde_json::from_slice(bytes)
-            .map_err(|e| self.bad_signature(key, e.to_string()))?;
+        let object: Object =
+            serde_json::from_slice(bytes).map_err(|e| self.bad_signature(key, e.to_string()))?;
         if object.format != 1 {
             return Err(StoreError::Unsupported {
                 object: format!("object {key} in store {}", self.url()),

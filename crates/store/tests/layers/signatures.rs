@@ -65,11 +65,17 @@ fn a_signature_that_was_moved_or_changed_is_refused() {
     // To another layer, to another key's name.
     let other = publish(&store, "base/b:1", &sample(2)).unwrap().digest;
     let moved = Key::signature(&other, &key_1.public());
-    store.blobs().put(&moved, &good, PutMode::Overwrite).unwrap();
+    store
+        .blobs()
+        .put(&moved, &good, PutMode::Overwrite)
+        .unwrap();
     let error = store.is_signed_by(&other, &key_1.public()).unwrap_err();
     assert!(error.to_string().contains(moved.as_str()), "{error}");
     let renamed = Key::signature(&digest, &key(2).public());
-    store.blobs().put(&renamed, &good, PutMode::Overwrite).unwrap();
+    store
+        .blobs()
+        .put(&renamed, &good, PutMode::Overwrite)
+        .unwrap();
     assert!(store.is_signed_by(&digest, &key(2).public()).is_err());
     // It hides no other.
     let entries = store.signatures(&digest).unwrap();
@@ -80,7 +86,10 @@ fn a_signature_that_was_moved_or_changed_is_refused() {
     for at in 0..good.len() {
         let mut bad = good.clone();
         bad[at] ^= 1;
-        store.blobs().put(&object, &bad, PutMode::Overwrite).unwrap();
+        store
+            .blobs()
+            .put(&object, &bad, PutMode::Overwrite)
+            .unwrap();
         match store.is_signed_by(&digest, &key_1.public()) {
             Err(StoreError::Corrupt { key, .. }) => assert_eq!(key, object.as_str()),
             Err(StoreError::Unsupported { .. }) => {} // the format's number
@@ -125,7 +134,10 @@ fn keys_are_read_back_as_written_and_nothing_else_is_a_key() {
         format!("rsa:{secret}"),
     ] {
         let error = SigningKey::from_text(&bad).unwrap_err().to_string();
-        assert!(!error.contains(&secret[2..]), "the secret is repeated: {error}");
+        assert!(
+            !error.contains(&secret[2..]),
+            "the secret is repeated: {error}"
+        );
     }
     // The identity point, a point of small order: signatures by it prove nothing.
     let weak = format!("ed25519:01{}", "00".repeat(31));
