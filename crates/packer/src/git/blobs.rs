@@ -8,6 +8,8 @@ use sha2::Sha256;
 use super::index::Hash;
 use crate::content::{Bytes, Next};
 
+/// Most bytes of a file's holes that are hashed: git reads files with more.
+const MAX_HOLES: u64 = 256 << 20;
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
 /// A content's id in repositories of both kinds.
@@ -74,6 +76,7 @@ pub(crate) struct Hashed<'a> {
     source: &'a mut dyn Bytes,
     hashing: Hashing,
     size: u64,
+    holes: u64,
 }
 
 impl<'a> Hashed<'a> {
@@ -83,6 +86,7 @@ impl<'a> Hashed<'a> {
             source,
             hashing: Hashing::new(size),
             size,
+            holes: 0,
         }
     }
 
@@ -97,7 +101,12 @@ impl Bytes for Hashed<'_> {
         let next = self.source.next(buffer)?;
         match next {
             Next::Data(n) => self.hashing.update(buffer.get(..n).unwrap_or_default()),
+            Next::Hole(n) if self.holes.saturating_add(n) > MAX_HOLES => {
+                // What is left out makes the size wrong, so there will be no ids.
+                self.holes = MAX_HOLES;
+            }
             Next::Hole(mut n) => {
+                self.holes += n;
                 while n > 0 {
                     let len = usize::try_from(n).unwrap_or(usize::MAX).min(ZEROS.len());
                     self.hashing.update(ZEROS.get(..len).unwrap_or_default());
@@ -113,6 +122,25 @@ impl Bytes for Hashed<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn vast_holes_are_not_hashed() {
+        struct Holes(Vec<u64>);
+        impl Bytes for Holes {
+            fn next(&mut self, _: &mut [u8]) -> io::Result<Next> {
+                Ok(self.0.pop().map_or(Next::End, Next::Hole))
+            }
+        }
+        let ids = |holes: Vec<u64>| {
+            let size = holes.iter().sum();
+            let mut source = Holes(holes);
+            let mut hashed = Hashed::new(&mut source, size);
+            while hashed.next(&mut [0]).unwrap() != Next::End {}
+            hashed.finish()
+        };
+        assert_eq!(ids(vec![5, 3]), Some(BlobIds::of(&[0; 8])));
+        assert_eq!(ids(vec![5, 1 << 50, 3]), None);
+    }
 
     #[test]
     fn ids_are_those_that_git_gives() {
