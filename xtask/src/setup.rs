@@ -23,7 +23,7 @@ const fn tool(package: &'static str, program: &'static str, purpose: &'static st
     }
 }
 
-const TOOLS: [Tool; 13] = [
+const TOOLS: [Tool; 14] = [
     tool(
         "git",
         "git",
@@ -36,6 +36,11 @@ const TOOLS: [Tool; 13] = [
     tool("acl", "getfacl", "tests of access control lists"),
     tool("libcap2-bin", "getcap", "tests of file capabilities"),
     tool("squashfs-tools", "mksquashfs", "a peer in benches"),
+    tool(
+        "nginx-light",
+        "nginx",
+        "a web server for stores to be read from",
+    ),
     tool("umoci", "umoci", "a second reader of OCI layers"),
     Tool {
         package: "busybox-static",

@@ -107,6 +107,7 @@ fn for_tests<'a>(command: &'a mut Command, skip_log: &Path, full: bool) -> &'a m
         "LAYERPACK_ROOT",
         "LAYERPACK_STORE",
         "LAYERPACK_CACHE",
+        "LAYERPACK_STORE_OPTIONS",
         "SOURCE_DATE_EPOCH",
     ] {
         command.env_remove(variable);

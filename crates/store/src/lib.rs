@@ -26,7 +26,7 @@ mod signature;
 pub use blob::{
     BlobStore, BlobWriter, CachedStore, Fault, FaultStore, FileStore, HttpStore, LimitedStore,
     MemStore, MirrorStore, ObjectInfo, OpenOptions, Operation, PutMode, PutOutcome, RateLimits,
-    ReadCacheOptions, RetryPolicy, RetryStore, S3Store, Timeouts, open, open_url,
+    ReadCacheOptions, RetryPolicy, RetryStore, S3Credentials, S3Store, Timeouts, open, open_url,
 };
 pub use codec::Codec;
 pub use digest::{Digest, Hasher};

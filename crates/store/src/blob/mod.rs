@@ -34,7 +34,7 @@ pub use http::HttpStore;
 pub use limit::{LimitedStore, RateLimits};
 pub use mem::MemStore;
 pub use mirror::MirrorStore;
-pub use open::{OpenOptions, ReadCacheOptions, open, open_url};
+pub use open::{OpenOptions, ReadCacheOptions, S3Credentials, open, open_url};
 pub use remote::Timeouts;
 pub use retry::{RetryPolicy, RetryStore};
 pub use s3::S3Store;

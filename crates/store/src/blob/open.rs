@@ -4,6 +4,7 @@
 //! limits. Around that come the mirrors, so that what is asked of another address was tried enough
 //! at the first, and the cache around all.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,6 +25,24 @@ pub(super) const SETTINGS: &str =
     "timeout, connect_timeout, retries, bytes_per_second, requests_per_second, concurrency";
 const SCHEMES: &str = "use a directory's path, file:///DIR, s3://BUCKET/PREFIX, oci://HOST/REPOSITORY or https://HOST/PATH";
 
+/// A user of a bucket.
+#[derive(Clone, PartialEq, Eq)]
+pub struct S3Credentials {
+    /// Name of the key.
+    pub access_key: String,
+    /// The key itself.
+    pub secret_key: String,
+    /// Of keys that are good for a while only.
+    pub session_token: Option<String>,
+}
+
+impl fmt::Debug for S3Credentials {
+    /// Shows nothing secret.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "S3Credentials({})", self.access_key)
+    }
+}
+
 /// How stores are opened. Everything but the cache concerns remote stores only.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OpenOptions {
@@ -38,6 +57,9 @@ pub struct OpenOptions {
     pub read_cache: Option<ReadCacheOptions>,
     /// Requests at once that one operation makes, at least 1.
     pub max_concurrency: usize,
+    /// Who asks buckets; `None`: whom the AWS SDK's chain finds (environment, profiles, web
+    /// identity, processes, containers, instances).
+    pub s3_credentials: Option<S3Credentials>,
 }
 
 impl Default for OpenOptions {
@@ -48,6 +70,7 @@ impl Default for OpenOptions {
             rate: RateLimits::default(),
             read_cache: None,
             max_concurrency: 4,
+            s3_credentials: None,
         }
     }
 }

@@ -247,10 +247,15 @@ async fn take(
     let exact = from.start == at;
     loop {
         let missing = wanted - bytes.len() as u64;
+        let idle = limits.timeouts.idle;
         if len.is_some() && missing == 0 {
+            // A body that was read to its end leaves its connection for the next request. How it
+            // ends no longer matters.
+            if exact && from.len.is_some_and(|sent| at + sent == start + wanted) {
+                let _ = tokio::time::timeout(idle, from.body.chunk()).await;
+            }
             return Ok(Taken::All);
         }
-        let idle = limits.timeouts.idle;
         let chunk = tokio::time::timeout(idle, from.body.chunk())
             .await
             .map_err(|_| timed_out(about, idle))?;

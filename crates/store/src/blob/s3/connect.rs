@@ -12,16 +12,19 @@ use aws_config::retry::RetryConfig;
 use aws_config::stalled_stream_protection::StalledStreamProtectionConfig;
 use aws_config::timeout::TimeoutConfig;
 use aws_sdk_s3::Client;
-use aws_sdk_s3::config::{Builder, Region, RequestChecksumCalculation, ResponseChecksumValidation};
+use aws_sdk_s3::config::{
+    Builder, Credentials, Region, RequestChecksumCalculation, ResponseChecksumValidation,
+};
 
-use super::super::remote::Timeouts;
+use super::super::open::OpenOptions;
 use super::address::Address;
 
 /// What servers that have no regions expect.
 const DEFAULT_REGION: &str = "us-east-1";
 
 /// Makes a client. Reads the environment and the AWS profiles, as the SDK does; asks no server.
-pub(crate) async fn connect(address: &Address, timeouts: &Timeouts) -> Client {
+pub(crate) async fn connect(address: &Address, options: &OpenOptions) -> Client {
+    let timeouts = &options.timeouts;
     let region = RegionProviderChain::first_try(address.region.clone().map(Region::new))
         .or_default_provider()
         .or_else(DEFAULT_REGION);
@@ -47,6 +50,14 @@ pub(crate) async fn connect(address: &Address, timeouts: &Timeouts) -> Client {
     }
     if address.anonymous {
         loader = loader.no_credentials();
+    } else if let Some(user) = &options.s3_credentials {
+        loader = loader.credentials_provider(Credentials::new(
+            &user.access_key,
+            &user.secret_key,
+            user.session_token.clone(),
+            None,
+            "layerpack",
+        ));
     }
     let shared = loader.load().await;
     // A name of a host for each bucket is Amazon's; others seldom have it.

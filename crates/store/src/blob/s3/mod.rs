@@ -84,7 +84,7 @@ impl S3Store {
 impl Core {
     async fn client(&self) -> &Client {
         self.client
-            .get_or_init(|| connect::connect(&self.address, &self.options.timeouts))
+            .get_or_init(|| connect::connect(&self.address, &self.options))
             .await
     }
 

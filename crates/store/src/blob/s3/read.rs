@@ -60,10 +60,10 @@ impl Signed {
 }
 
 impl Core {
-    /// The signed address of an object.
-    async fn signed_url(&self, about: About<'_>, key: &str) -> Result<Url> {
+    /// The signed address of an object, and whether it was signed just now.
+    async fn signed_url(&self, about: About<'_>, key: &str) -> Result<(Url, bool)> {
         if let Some(url) = self.signed.get(key) {
-            return Ok(url);
+            return Ok((url, false));
         }
         let other =
             |e: &dyn std::fmt::Display| io_error(about, std::io::ErrorKind::Other, e.to_string());
@@ -79,17 +79,34 @@ impl Core {
             .map_err(|e| failed(about, &e, &self.options.timeouts))?;
         let url = Url::parse(request.uri()).map_err(|e| other(&e))?;
         self.signed.set(key, Some(url.clone()));
-        Ok(url)
+        Ok((url, true))
     }
 
-    /// A plain request to a signed address; `None` if the SDK should ask.
+    /// A plain request to a signed address; `None` if the SDK should ask. An address that was
+    /// signed with what has expired since is signed anew first.
     async fn open_signed(
         &self,
         about: About<'_>,
         range: Option<&Range<u64>>,
         etag: Option<&str>,
     ) -> Result<Option<Answer>> {
-        let url = self.signed_url(about, about.key).await?;
+        let (url, fresh) = self.signed_url(about, about.key).await?;
+        let answer = self.open_at(about, url, range, etag).await?;
+        if answer.is_some() || fresh {
+            return Ok(answer);
+        }
+        let (url, _) = self.signed_url(about, about.key).await?;
+        self.open_at(about, url, range, etag).await
+    }
+
+    /// One such request. An address that is refused is forgotten.
+    async fn open_at(
+        &self,
+        about: About<'_>,
+        url: Url,
+        range: Option<&Range<u64>>,
+        etag: Option<&str>,
+    ) -> Result<Option<Answer>> {
         let mut request = self
             .web(&url, about)?
             .get(url)
@@ -112,7 +129,10 @@ impl Core {
                     _ => None,
                 },
             ),
-            status if status.is_redirection() => Ok(None),
+            status if status.is_redirection() => {
+                self.signed.set(about.key, None);
+                Ok(None)
+            }
             StatusCode::BAD_REQUEST | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
                 self.signed.set(about.key, None);
                 Ok(None)
