@@ -39,7 +39,8 @@ pub(crate) struct Cli {
 /// Options that every command takes.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct Global {
-    /// Where layers live: a directory or file:// URL [default: ROOT/store]
+    /// Where layers live: a directory, s3://BUCKET/PREFIX, https://HOST/PATH or other address;
+    /// several of one store with commas between [default: ROOT/store]
     #[arg(
         long,
         global = true,

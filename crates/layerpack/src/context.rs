@@ -9,6 +9,7 @@ use layerpack_store::LayerStore;
 use crate::args::Global;
 use crate::client::{self, Client};
 use crate::output::Format;
+use crate::stores;
 
 /// The command's surroundings, resolved from options and environment.
 #[derive(Debug)]
@@ -85,7 +86,7 @@ impl Context {
 
     /// Opens the store. Its index is copied to the cache directory when something is written.
     pub(crate) fn store(&self) -> anyhow::Result<LayerStore> {
-        let store = LayerStore::new(layerpack_store::open_url(&self.store_url)?);
+        let store = LayerStore::new(stores::open_store(&self.store_url)?);
         Ok(match self.cache_dir() {
             Some(dir) => store.with_index_cache(dir.join("index")),
             None => store,

@@ -21,6 +21,7 @@ use crate::client::{Client, ClientError};
 use crate::context::Context;
 use crate::output::warning;
 use crate::stack::{self, StackLayer};
+use crate::stores;
 
 /// Host id of a sandbox's root: far above what a machine gives its own users.
 const ID_BASE: u32 = 1 << 20;
@@ -60,6 +61,9 @@ impl SandboxLease {
         watched: bool,
     ) -> anyhow::Result<(Self, SandboxSpec)> {
         let layers = stack::resolve(&context.store()?, references)?;
+        // A process that forks a sandbox has one thread: a remote store's end here. The daemon
+        // asks it for everything else.
+        stores::quiesce()?;
         let id = SandboxId::random()?;
         // Before anything is mounted: what is wrong with the options is wrong without layers too.
         let mut spec = specification(id, shape, &layers)?;

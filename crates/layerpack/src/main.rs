@@ -12,7 +12,7 @@
 //! | [`api`] | the types of the daemon's HTTP API (described in `API.md`) |
 //! | [`client`] | the API's client, and starting the daemon when it is not running |
 //! | [`daemon`] | the API's server |
-//! | [`context`], [`stack`] | what commands share: store, root, references to layers |
+//! | [`context`], [`stores`], [`stack`] | what commands share: root, store, references to layers |
 //! | [`output`], [`progress`], [`failure`] | all that is ever printed |
 
 mod api;
@@ -31,6 +31,7 @@ mod progress;
 mod published;
 mod signing;
 mod stack;
+mod stores;
 mod thaw;
 mod units;
 

@@ -18,6 +18,7 @@ use super::prune;
 use crate::api;
 use crate::failure::one_line;
 use crate::policy::Policy;
+use crate::stores;
 
 /// Stores that are kept open; past that the daemon opens them anew for each request.
 const MAX_STORES: usize = 64;
@@ -74,7 +75,7 @@ impl Server {
             return Ok(store.clone());
         }
         let blobs =
-            layerpack_store::open_url(url).map_err(|e| Refusal::new(StatusCode::BAD_REQUEST, e))?;
+            stores::open_store(url).map_err(|e| Refusal::new(StatusCode::BAD_REQUEST, e))?;
         let store = LayerStore::new(blobs);
         if stores.len() < MAX_STORES {
             stores.insert(url.to_owned(), store.clone());

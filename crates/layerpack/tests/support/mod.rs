@@ -17,12 +17,15 @@ use serde_json::Value;
 #[derive(Debug)]
 pub(crate) struct Node {
     pub(crate) scratch: ScratchDir,
+    /// Further variables of its commands.
+    pub(crate) environment: Vec<(String, String)>,
 }
 
 impl Node {
     pub(crate) fn new(label: &str) -> Self {
         Self {
             scratch: ScratchDir::new(label).unwrap(),
+            environment: Vec::new(),
         }
     }
 
@@ -42,9 +45,11 @@ impl Node {
             .env("LAYERPACK_STORE", self.store())
             .env("LAYERPACK_CACHE", self.scratch.join("cache"))
             .env_remove("LAYERPACK_LOG")
+            .env_remove("LAYERPACK_STORE_OPTIONS")
             .env_remove("SOURCE_DATE_EPOCH")
             .env_remove("NOTIFY_SOCKET")
-            .stdin(Stdio::null());
+            .stdin(Stdio::null())
+            .envs(self.environment.iter().map(|(name, value)| (name, value)));
         command
     }
 
