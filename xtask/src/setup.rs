@@ -23,7 +23,7 @@ const fn tool(package: &'static str, program: &'static str, purpose: &'static st
     }
 }
 
-const TOOLS: [Tool; 14] = [
+const TOOLS: [Tool; 15] = [
     tool(
         "git",
         "git",
@@ -47,6 +47,8 @@ const TOOLS: [Tool; 14] = [
         program: None,
         purpose: "a root filesystem of one file",
     },
+    tool("docker-registry", "docker-registry", "a registry in tests"),
+    tool("skopeo", "skopeo", "a second client of registries"),
     tool("tar", "tar", "referee of archives"),
     tool("zstd", "zstd", "compressed archives in tests"),
     tool("procps", "ps", "looking for processes left behind"),

@@ -21,12 +21,14 @@ mod layer;
 mod manifest;
 mod parallel;
 mod reference;
+pub mod registry;
 mod signature;
 
 pub use blob::{
     BlobStore, BlobWriter, CachedStore, Fault, FaultStore, FileStore, HttpStore, LimitedStore,
-    MemStore, MirrorStore, ObjectInfo, OpenOptions, Operation, PutMode, PutOutcome, RateLimits,
-    ReadCacheOptions, RetryPolicy, RetryStore, S3Credentials, S3Store, Timeouts, open, open_url,
+    MemStore, MirrorStore, ObjectInfo, OciStore, OpenOptions, Operation, PutMode, PutOutcome,
+    RateLimits, ReadCacheOptions, RetryPolicy, RetryStore, S3Credentials, S3Store, Timeouts, open,
+    open_url,
 };
 pub use codec::Codec;
 pub use digest::{Digest, Hasher};

@@ -13,10 +13,11 @@ use reqwest::Url;
 
 use super::s3::{Address, S3Store};
 use super::{
-    BlobStore, CachedStore, FileStore, HttpStore, LimitedStore, MemStore, MirrorStore, RateLimits,
-    RetryPolicy, RetryStore, Timeouts,
+    BlobStore, CachedStore, FileStore, HttpStore, LimitedStore, MemStore, MirrorStore, OciStore,
+    RateLimits, RetryPolicy, RetryStore, Timeouts,
 };
 use crate::error::{Result, StoreError};
+use crate::registry::RegistryOptions;
 
 /// Most addresses of one store.
 const MAX_ADDRESSES: usize = 16;
@@ -60,6 +61,8 @@ pub struct OpenOptions {
     /// Who asks buckets; `None`: whom the AWS SDK's chain finds (environment, profiles, web
     /// identity, processes, containers, instances).
     pub s3_credentials: Option<S3Credentials>,
+    /// Files with credentials of registries, as docker and the containers tools keep them.
+    pub registry_credentials: Vec<PathBuf>,
 }
 
 impl Default for OpenOptions {
@@ -71,6 +74,7 @@ impl Default for OpenOptions {
             read_cache: None,
             max_concurrency: 4,
             s3_credentials: None,
+            registry_credentials: Vec::new(),
         }
     }
 }
@@ -124,7 +128,7 @@ pub struct ReadCacheOptions {
 }
 
 /// Opens the store at `url`: `file:///DIR` or a directory's path, `s3://BUCKET/PREFIX`,
-/// `http(s)://HOST/PATH` (read only), `mem://NAME` (this process only), or several of one store,
+/// `oci://HOST/REPOSITORY`, `http(s)://HOST/PATH` (read only), `mem://NAME` (this process only), or several of one store,
 /// separated by `,`: the first is written to, the others are copies to read from. Nothing is read
 /// or created yet.
 ///
@@ -240,11 +244,58 @@ fn open_one(text: &str, options: &OpenOptions) -> Result<(Arc<dyn BlobStore>, bo
             };
             Ok((wrapped(backend, &options), true))
         }
+        "oci" => {
+            let (url, own, options) = settings(text, options)?;
+            let backend = registry(&url, &own, &options)?;
+            // It tries again by itself, and knows better where to go on.
+            let once = OpenOptions {
+                retry: RetryPolicy::never(),
+                ..options
+            };
+            Ok((wrapped(Arc::new(backend), &once), true))
+        }
         other => Err(invalid(
             text,
             format!("{other}:// is not supported; {SCHEMES}"),
         )),
     }
+}
+
+/// The store in a registry's repository.
+fn registry(url: &Url, own: &[(String, String)], options: &OpenOptions) -> Result<OciStore> {
+    let text = url.as_str().split('?').next().unwrap_or_default();
+    if !url.username().is_empty() || url.password().is_some() {
+        return Err(invalid(
+            "oci://…",
+            "it holds a name or password; registries' credentials are in files, as `docker login` writes them",
+        ));
+    }
+    let mut plain_http = None;
+    for (name, value) in own {
+        match (name.as_str(), value.as_str()) {
+            ("plain_http", "true") => plain_http = Some(true),
+            ("plain_http", "false") => plain_http = Some(false),
+            ("plain_http", _) => return Err(invalid(text, "plain_http is true or false")),
+            (other, _) => {
+                return Err(invalid(
+                    text,
+                    format!(
+                        "there is no setting {other:?}; the address takes plain_http, {SETTINGS}"
+                    ),
+                ));
+            }
+        }
+    }
+    let name = text.strip_prefix("oci://").unwrap_or_default();
+    let options = RegistryOptions {
+        credential_files: options.registry_credentials.clone(),
+        plain_http,
+        timeouts: options.timeouts,
+        retry: options.retry,
+        max_concurrency: options.max_concurrency,
+        ..RegistryOptions::default()
+    };
+    OciStore::new(name.trim_end_matches('/'), options)
 }
 
 /// An address, the settings in it that are its scheme's own, and the options with the others.
@@ -314,6 +365,8 @@ mod tests {
             "http://localhost:1/a/b",
             "https://example.org",
             "mem://x,file:///some/dir",
+            "oci://localhost:5000/a/b",
+            "oci://h.example/a/b?plain_http=true",
         ] {
             let store = open_url(text).unwrap();
             assert_eq!(store.url(), text);
@@ -332,6 +385,12 @@ mod tests {
             ("http://u:secret@h/x", "password"),
             ("s3://u:secret@b/x", "credentials"),
             ("s3://u:secret@b/x?timeout=0", "timeout"),
+            ("oci://u:secret@h/x", "password"),
+            ("oci://h", "repository"),
+            ("oci://h/X", "repository"),
+            ("oci://h/x:1", "tag"),
+            ("oci://h/x?plain_http=maybe", "plain_http"),
+            ("oci://h/x?colour=red", "colour"),
             ("http://h/x?colour=red", "colour"),
             ("http://h/x?timeout=soon", "timeout"),
             ("http://h/x?retries=101", "retries"),

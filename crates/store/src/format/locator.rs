@@ -216,6 +216,29 @@ impl Locator {
         Self::new(*map_digest, map, places.packs, places.frames, extents)
     }
 
+    /// The first `most` packs that a locator names, from the beginning of its bytes: 80 bytes and
+    /// 40 for each pack are enough. Nothing else of it is looked at.
+    ///
+    /// # Errors
+    /// If the bytes are not the beginning of a locator.
+    pub(crate) fn peek_packs(start: &[u8], most: usize) -> Result<Vec<PackLoc>, FormatError> {
+        let (header, body) = split::<Header>(NAME, "header", start)?;
+        header.prelude.check_start(NAME, &MAGIC)?;
+        if header.crc.get() != header_crc(header) {
+            return Err(FormatError::new(NAME, "the header's checksum is wrong"));
+        }
+        header.prelude.check_features(NAME)?;
+        let count = u64::from(header.pack_count.get()).min(most as u64);
+        let (packs, _) = split_slice::<WirePack>(NAME, "packs", body, count)?;
+        Ok(packs
+            .iter()
+            .map(|p| PackLoc {
+                id: p.id,
+                size: p.size.get(),
+            })
+            .collect())
+    }
+
     /// The locator's bytes, as [`Locator::parse`] reads them.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
