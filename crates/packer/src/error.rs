@@ -14,7 +14,7 @@ pub type Result<T, E = PackError> = std::result::Result<T, E>;
 pub enum PackError {
     /// The source's text form is not one of ours.
     #[error(
-        "invalid source {text:?}: {why}; expected dir:PATH, tar:PATH, oci:DIR[:TAG] or docker-archive:FILE[:NAME]"
+        "invalid source {text:?}: {why}; expected dir:PATH, tar:PATH, oci:DIR[:TAG], docker-archive:FILE[:NAME] or registry:HOST/REPOSITORY[:TAG]"
     )]
     InvalidSource {
         /// The text as given.

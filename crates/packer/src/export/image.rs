@@ -20,8 +20,8 @@ use crate::model::Layer;
 use crate::options::Progress;
 use crate::warnings::Warnings;
 
-const CONFIG_TYPE: &str = "application/vnd.oci.image.config.v1+json";
-const MANIFEST_TYPE: &str = "application/vnd.oci.image.manifest.v1+json";
+pub(super) const CONFIG_TYPE: &str = "application/vnd.oci.image.config.v1+json";
+pub(super) const MANIFEST_TYPE: &str = "application/vnd.oci.image.manifest.v1+json";
 const INDEX_TYPE: &str = "application/vnd.oci.image.index.v1+json";
 const LAYER_TYPE: &str = "application/vnd.oci.image.layer.v1.tar";
 const REF_NAME: &str = "org.opencontainers.image.ref.name";
@@ -64,14 +64,14 @@ impl<W: Write> Write for Sink<W> {
 }
 
 /// A compressor or none.
-enum Packer<W: Write> {
+pub(super) enum Packer<W: Write> {
     Gzip(GzEncoder<W>),
     Zstd(zstd::stream::write::Encoder<'static, W>),
     Plain(W),
 }
 
 impl<W: Write> Packer<W> {
-    fn new(compression: Compression, out: W) -> io::Result<Self> {
+    pub(super) fn new(compression: Compression, out: W) -> io::Result<Self> {
         Ok(match compression {
             // No time and no name in its header.
             Compression::Gzip => Self::Gzip(GzEncoder::new(out, flate2::Compression::new(6))),
@@ -80,7 +80,7 @@ impl<W: Write> Packer<W> {
         })
     }
 
-    fn finish(self) -> io::Result<W> {
+    pub(super) fn finish(self) -> io::Result<W> {
         match self {
             Self::Gzip(encoder) => encoder.finish(),
             Self::Zstd(encoder) => encoder.finish(),
@@ -108,16 +108,34 @@ impl<W: Write> Write for Packer<W> {
 }
 
 /// Goes through the layers of a stack, each with the merge of those below it.
-struct Layers<'a> {
+pub(super) struct Layers<'a> {
     store: &'a LayerStore,
     progress: &'a dyn Progress,
     warnings: &'a mut Warnings,
     below: Option<Layer>,
 }
 
-impl Layers<'_> {
+impl<'a> Layers<'a> {
+    pub(super) fn new(
+        store: &'a LayerStore,
+        progress: &'a dyn Progress,
+        warnings: &'a mut Warnings,
+    ) -> Self {
+        Self {
+            store,
+            progress,
+            warnings,
+            below: None,
+        }
+    }
+
     /// Writes the next layer's archive; digest and size of it, uncompressed.
-    fn next<W: Write>(&mut self, manifest: &Manifest, target: &str, out: W) -> Result<(W, Sha)> {
+    pub(super) fn next<W: Write>(
+        &mut self,
+        manifest: &Manifest,
+        target: &str,
+        out: W,
+    ) -> Result<(W, Sha)> {
         let layer = merge::load(self.store, manifest, false)?;
         let mut contents = Contents::new(self.store, [manifest])?;
         let mut sink = Sink::new(out);
@@ -139,7 +157,7 @@ impl Layers<'_> {
 }
 
 /// The image's configuration.
-fn config(
+pub(super) fn config(
     options: &ExportOptions,
     stack: &[(Digest, Manifest)],
     diff_ids: &[Sha],
@@ -182,14 +200,14 @@ fn config(
     Ok((to_bytes(&config)?, described))
 }
 
-fn to_bytes(value: &Value) -> Result<Vec<u8>> {
+pub(super) fn to_bytes(value: &Value) -> Result<Vec<u8>> {
     serde_json::to_vec(value).map_err(|error| PackError::BadImage {
         path: "the image to be written".to_owned(),
         what: error.to_string(),
     })
 }
 
-fn top(stack: &[(Digest, Manifest)]) -> Result<&Manifest> {
+pub(super) fn top(stack: &[(Digest, Manifest)]) -> Result<&Manifest> {
     stack
         .last()
         .map(|(_, manifest)| manifest)
@@ -215,19 +233,10 @@ pub(super) fn oci(
     let index = open_layout(dir)?;
     let blobs = dir.join("blobs").join("sha256");
     fs_err::create_dir_all(&blobs).map_err(|source| write_error(&blobs, source))?;
-    let mut layers = Layers {
-        store,
-        progress,
-        warnings,
-        below: None,
-    };
+    let mut layers = Layers::new(store, progress, warnings);
     let mut total = 0;
     let (mut descriptors, mut diff_ids) = (Vec::new(), Vec::new());
-    let media_type = match options.compression {
-        Compression::Gzip => format!("{LAYER_TYPE}+gzip"),
-        Compression::Zstd => format!("{LAYER_TYPE}+zstd"),
-        Compression::None => LAYER_TYPE.to_owned(),
-    };
+    let media_type = layer_type(options.compression);
     for (_, manifest) in stack {
         let at = blobs.join(manifest.reference().to_string().replace('/', "-"));
         let error = |source| write_error(&at, source);
@@ -279,8 +288,18 @@ pub(super) fn oci(
         name: Some(tag),
         layers: stack.len(),
         bytes: total,
+        reused_bytes: 0,
         warnings: Vec::new(),
     })
+}
+
+/// The media type of a layer.
+pub(super) fn layer_type(compression: Compression) -> String {
+    match compression {
+        Compression::Gzip => format!("{LAYER_TYPE}+gzip"),
+        Compression::Zstd => format!("{LAYER_TYPE}+zstd"),
+        Compression::None => LAYER_TYPE.to_owned(),
+    }
 }
 
 /// The index of a layout that is there, or an empty one for a directory that is new or empty.
@@ -359,12 +378,7 @@ pub(super) fn docker(
         }
     };
     let error = |source| write_error(path, source);
-    let mut layers = Layers {
-        store,
-        progress,
-        warnings,
-        below: None,
-    };
+    let mut layers = Layers::new(store, progress, warnings);
     let mut file = temporary(path)?;
     let mut diff_ids = Vec::new();
     let mut members: Vec<String> = Vec::new();
@@ -416,6 +430,7 @@ pub(super) fn docker(
         name: Some(name),
         layers: stack.len(),
         bytes: end + tail.len() as u64,
+        reused_bytes: 0,
         warnings: Vec::new(),
     })
 }

@@ -1,7 +1,7 @@
 //! Layers as archives and container images for other tools.
 //!
-//! A stack becomes an image with one layer for each of its own, in an OCI layout or an archive
-//! that `docker load` takes, or one plain archive of what the stack shows. Same layers, same
+//! A stack becomes an image with one layer for each of its own, in an OCI layout, a registry or an
+//! archive that `docker load` takes, or one plain archive of what the stack shows. Same layers, same
 //! bytes. Results appear under their names when they are whole.
 
 mod archive;
@@ -9,11 +9,13 @@ mod contents;
 mod flatten;
 mod image;
 mod layer;
+mod registry;
 
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use layerpack_store::registry::{ManifestName, NotRegistryName, RegistryName, RegistryOptions};
 use layerpack_store::{Digest, LayerStore, Manifest};
 use tempfile::NamedTempFile;
 
@@ -35,6 +37,8 @@ pub enum ExportTarget {
     Oci(PathBuf),
     /// An archive as `docker save` writes and `docker load` reads. An existing file is replaced.
     DockerArchive(PathBuf),
+    /// An image in a registry, with the name's tag.
+    Registry(RegistryName),
 }
 
 impl FromStr for ExportTarget {
@@ -43,7 +47,9 @@ impl FromStr for ExportTarget {
     fn from_str(text: &str) -> Result<Self> {
         let invalid = |why: &str| PackError::InvalidOption {
             option: format!("target {:?}", text.chars().take(300).collect::<String>()),
-            why: format!("{why}; expected tar:FILE, oci:DIR or docker-archive:FILE"),
+            why: format!(
+                "{why}; expected tar:FILE, oci:DIR, docker-archive:FILE or registry:HOST/REPOSITORY[:TAG]"
+            ),
         };
         match text.split_once(':') {
             None => Err(invalid("it has no scheme")),
@@ -51,12 +57,22 @@ impl FromStr for ExportTarget {
             Some(("tar", path)) => Ok(Self::Tar(PathBuf::from(path))),
             Some(("oci", path)) => Ok(Self::Oci(PathBuf::from(path))),
             Some(("docker-archive", path)) => Ok(Self::DockerArchive(PathBuf::from(path))),
+            Some(("registry", name)) => {
+                let name: RegistryName =
+                    name.parse().map_err(|e: NotRegistryName| invalid(e.why))?;
+                match name.manifest() {
+                    Some(ManifestName::Digest(_)) => Err(invalid(
+                        "what is written cannot have a digest that is given before",
+                    )),
+                    _ => Ok(Self::Registry(name)),
+                }
+            }
             Some(_) => Err(invalid("its scheme is not known")),
         }
     }
 }
 
-/// How layers of an OCI layout are compressed.
+/// How layers of an OCI layout or in a registry are compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Compression {
     /// gzip, which every tool reads.
@@ -76,13 +92,17 @@ pub struct ExportOptions {
     pub layers: Vec<Digest>,
     /// Where they go.
     pub target: ExportTarget,
-    /// The image's name: the tag in an OCI layout (default: the topmost layer's version), or
-    /// `NAME:TAG` in an archive (default: the topmost layer's name and version).
+    /// The image's name: the tag in an OCI layout or registry (default: the topmost layer's
+    /// version), or `NAME:TAG` in an archive (default: the topmost layer's name and version).
     pub name: Option<String>,
     /// The platform of an image whose layers name none.
     pub platform: String,
-    /// How layers of an OCI layout are compressed.
+    /// How layers of an OCI layout or in a registry are compressed.
     pub compression: Compression,
+    /// How a registry is spoken to.
+    pub registry: RegistryOptions,
+    /// Repositories of the same registry that may have layers, which are then not sent.
+    pub mount_from: Vec<RegistryName>,
 }
 
 impl ExportOptions {
@@ -95,6 +115,8 @@ impl ExportOptions {
             name: None,
             platform: "linux/amd64".to_owned(),
             compression: Compression::default(),
+            registry: RegistryOptions::default(),
+            mount_from: Vec::new(),
         }
     }
 }
@@ -102,15 +124,17 @@ impl ExportOptions {
 /// What was written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExportReport {
-    /// Digest of the image's manifest in an OCI layout, of its configuration in an archive, of
-    /// the whole file for a plain archive: `sha256:` and 64 digits.
+    /// Digest of the image's manifest in an OCI layout or registry, of its configuration in an
+    /// archive, of the whole file for a plain archive: `sha256:` and 64 digits.
     pub digest: String,
     /// The image's name; None for a plain archive.
     pub name: Option<String>,
     /// Layers written.
     pub layers: usize,
-    /// Bytes written.
+    /// Bytes of the archive, or of the image's layers and documents.
     pub bytes: u64,
+    /// Bytes that were not sent, since the registry had them.
+    pub reused_bytes: u64,
     /// What was left out, in words.
     pub warnings: Vec<String>,
 }
@@ -143,6 +167,9 @@ pub fn export(
         ExportTarget::Oci(dir) => image::oci(store, options, &stack, dir, progress, &mut warnings)?,
         ExportTarget::DockerArchive(path) => {
             image::docker(store, options, &stack, path, progress, &mut warnings)?
+        }
+        ExportTarget::Registry(name) => {
+            registry::push(store, options, &stack, name, progress, &mut warnings)?
         }
     };
     report.warnings = warnings.into_vec();
@@ -179,6 +206,7 @@ fn flat(
         name: None,
         layers: stack.len(),
         bytes,
+        reused_bytes: 0,
         warnings: Vec::new(),
     })
 }

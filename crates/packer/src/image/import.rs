@@ -1,15 +1,17 @@
 //! From an image's layers to ours.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use layerpack_erofs::NodeId;
+use layerpack_store::registry::{Registry, RegistryOptions};
 use layerpack_store::{
     Kind, LayerStore, LayerWriter, Manifest, ParentRef, Reference, Version, WriterOptions,
 };
 
 use super::hashing::{Hashing, Sha};
 use super::spec::Platform;
-use super::{Blob, Image, ImageSource, archive, oci};
+use super::{Blob, Image, ImageSource, archive, oci, registry};
 use crate::build::Filled;
 use crate::error::{PackError, Result};
 use crate::filter::Filter;
@@ -73,6 +75,11 @@ pub struct ImportOptions {
     pub git_index: bool,
     /// Bounds: `max_bytes` on all layers together, uncompressed, the others on each.
     pub limits: Limits,
+    /// How a registry is spoken to.
+    pub registry: RegistryOptions,
+    /// Directory that keeps what has come of a registry's layers until the import has succeeded,
+    /// so that the next run goes on where this one ended. None: nothing is kept.
+    pub downloads: Option<PathBuf>,
 }
 
 impl ImportOptions {
@@ -99,6 +106,8 @@ impl ImportOptions {
             owners: Owners::default(),
             git_index: false,
             limits: Limits::default(),
+            registry: RegistryOptions::default(),
+            downloads: None,
         }
     }
 }
@@ -138,6 +147,7 @@ pub fn import(
             filled.warnings,
         )?]
     };
+    registry::forget(&image);
     Ok(ImportReport {
         layers,
         platform: work.platform,
@@ -172,7 +182,9 @@ pub fn import_split(
         level: options.level,
         clock: &work.clock,
     };
-    split::publish(store, split, filled, &said, progress)
+    let report = split::publish(store, split, filled, &said, progress)?;
+    registry::forget(&image);
+    Ok(report)
 }
 
 /// The digests that uncompressed layers must have.
@@ -265,6 +277,13 @@ impl<'a> Import<'a> {
             ImageSource::DockerArchive { file, name } => {
                 archive::open(file, name.as_deref(), wanted.as_ref(), options.limits)?
             }
+            ImageSource::Registry(name) => registry::open(
+                &Registry::new(name.clone(), options.registry.clone())?,
+                name,
+                wanted.as_ref(),
+                &host,
+                options.downloads.as_deref(),
+            )?,
         };
         let diff_ids = check(&image)?;
         let work = Self {

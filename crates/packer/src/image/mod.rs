@@ -1,4 +1,4 @@
-//! Container images as sources: OCI layouts and archives of `docker save`.
+//! Container images as sources: OCI layouts, archives of `docker save`, registries.
 //!
 //! The layers of an image are read in order, each above the merge of those below it, so that
 //! paths lead through their symbolic links, hard links find their files and directories that a
@@ -12,6 +12,7 @@ mod archive;
 pub(crate) mod hashing;
 mod import;
 mod oci;
+mod registry;
 mod spec;
 
 use std::io::Read;
@@ -21,6 +22,8 @@ use std::str::FromStr;
 use hashing::Sha;
 pub(crate) use import::{CONFIG, config_annotation};
 pub use import::{ImportOptions, ImportReport, import, import_split};
+use layerpack_store::registry::document::Descriptor;
+use layerpack_store::registry::{NotRegistryName, Registry, RegistryName};
 
 use crate::error::{PackError, Result};
 
@@ -41,13 +44,16 @@ pub enum ImageSource {
         /// Which image, by one of its `RepoTags`; None: the only one.
         name: Option<String>,
     },
+    /// An image of a registry, by tag (default: `latest`) or digest.
+    Registry(RegistryName),
 }
 
 impl ImageSource {
-    /// Whether a source's text is one of an image: `oci:DIR[:TAG]` or `docker-archive:FILE[:NAME]`.
+    /// Whether a source's text is one of an image: `oci:DIR[:TAG]`, `docker-archive:FILE[:NAME]` or
+    /// `registry:HOST/REPOSITORY[:TAG]`.
     #[must_use]
     pub fn is_image(text: &str) -> bool {
-        ["oci:", "docker-archive:"]
+        ["oci:", "docker-archive:", "registry:"]
             .iter()
             .any(|scheme| text.starts_with(scheme))
     }
@@ -68,6 +74,10 @@ impl FromStr for ImageSource {
             .ok_or_else(|| invalid("it has no scheme"))?;
         if rest.is_empty() {
             return Err(invalid("its path is empty"));
+        }
+        if scheme == "registry" {
+            let name = rest.parse().map_err(|e: NotRegistryName| invalid(e.why))?;
+            return Ok(Self::Registry(name));
         }
         let cuts = rest.match_indices(':').map(|(at, _)| at);
         let cut = cuts
@@ -121,6 +131,12 @@ enum Place {
         offset: u64,
         size: u64,
     },
+    Registry {
+        registry: Registry,
+        blob: Descriptor,
+        /// File that keeps what has come of it.
+        kept: Option<PathBuf>,
+    },
 }
 
 impl Blob {
@@ -146,6 +162,11 @@ impl Blob {
                 offset,
                 size,
             } => archive::member(archive, *plain, *offset, *size),
+            Place::Registry {
+                registry,
+                blob,
+                kept,
+            } => Ok(registry::read(registry, blob, kept.as_deref())),
         }
     }
 }

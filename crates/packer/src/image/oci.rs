@@ -15,6 +15,24 @@ const MAX_NESTED: usize = 4;
 /// Images of one layout.
 const MAX_IMAGES: usize = 10_000;
 
+/// Where the documents of an image are. What comes has been checked against its descriptor.
+pub(super) trait Documents {
+    /// A manifest or index, and its name for messages.
+    fn manifest(&self, descriptor: &Descriptor) -> Result<(PathBuf, Vec<u8>)>;
+    /// A configuration.
+    fn blob(&self, descriptor: &Descriptor) -> Result<(PathBuf, Vec<u8>)>;
+}
+
+impl Documents for &Path {
+    fn manifest(&self, descriptor: &Descriptor) -> Result<(PathBuf, Vec<u8>)> {
+        blob_document(self, descriptor)
+    }
+
+    fn blob(&self, descriptor: &Descriptor) -> Result<(PathBuf, Vec<u8>)> {
+        blob_document(self, descriptor)
+    }
+}
+
 /// Finds the image called `tag`, or the only one, for a platform.
 pub(super) fn open(
     dir: &Path,
@@ -32,7 +50,7 @@ pub(super) fn open(
     let index: Index = parse_json(&at, &document(&at)?)?;
     let named = by_tag(&at, index.manifests, tag)?;
     let mut images = Vec::new();
-    collect(dir, named, 0, &mut images)?;
+    collect(&dir, &at, named, 0, &mut images)?;
     let descriptor = choose(&at, images, wanted, host)?;
     let (path, bytes) = blob_document(dir, &descriptor)?;
     let manifest: Manifest = parse_json(&path, &bytes)?;
@@ -90,30 +108,30 @@ fn by_tag(at: &Path, all: Vec<Descriptor>, tag: Option<&str>) -> Result<Vec<Desc
 }
 
 /// Follows indexes down to manifests.
-fn collect(
-    dir: &Path,
+pub(super) fn collect(
+    documents: &dyn Documents,
+    at: &Path,
     descriptors: Vec<Descriptor>,
     depth: usize,
     images: &mut Vec<Descriptor>,
 ) -> Result<()> {
-    let at = dir.join("index.json");
     for mut descriptor in descriptors {
         if spec::is_index(&descriptor.media_type) {
             if depth >= MAX_NESTED {
                 return Err(bad(
-                    &at,
+                    at,
                     format!("its indexes are more than {MAX_NESTED} deep"),
                 ));
             }
-            let (path, bytes) = blob_document(dir, &descriptor)?;
+            let (path, bytes) = documents.manifest(&descriptor)?;
             let index: Index = parse_json(&path, &bytes)?;
-            collect(dir, index.manifests, depth + 1, images)?;
+            collect(documents, at, index.manifests, depth + 1, images)?;
         } else if spec::is_manifest(&descriptor.media_type) {
             if images.len() >= MAX_IMAGES {
-                return Err(bad(&at, format!("it has more than {MAX_IMAGES} images")));
+                return Err(bad(at, format!("it has more than {MAX_IMAGES} images")));
             }
             if descriptor.platform.is_none() {
-                descriptor.platform = platform_of(dir, &descriptor)?;
+                descriptor.platform = platform_of(documents, &descriptor)?;
             }
             images.push(descriptor);
         }
@@ -122,17 +140,17 @@ fn collect(
 }
 
 /// The platform that an image's own configuration names, if it is an image at all.
-fn platform_of(dir: &Path, descriptor: &Descriptor) -> Result<Option<Platform>> {
-    let (path, bytes) = blob_document(dir, descriptor)?;
+fn platform_of(documents: &dyn Documents, descriptor: &Descriptor) -> Result<Option<Platform>> {
+    let (path, bytes) = documents.manifest(descriptor)?;
     let manifest: Manifest = parse_json(&path, &bytes)?;
-    let (path, bytes) = blob_document(dir, &manifest.config)?;
+    let (path, bytes) = documents.blob(&manifest.config)?;
     // An artifact's configuration may be anything.
     Ok(parse_json::<Config>(&path, &bytes)
         .ok()
         .map(|config| config.platform()))
 }
 
-fn choose(
+pub(super) fn choose(
     at: &Path,
     images: Vec<Descriptor>,
     wanted: Option<&Platform>,
