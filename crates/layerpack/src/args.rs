@@ -151,16 +151,23 @@ pub(crate) struct ExportArgs {
     /// The stack, bottom first; a diff in front brings its parents along
     #[arg(required = true, value_name = "REF")]
     pub(crate) refs: Vec<String>,
-    /// Where to: oci:DIR, docker-archive:FILE, or tar:FILE for what the stack shows
+    /// Where to: oci:DIR, docker-archive:FILE, registry:HOST/REPOSITORY[:TAG], or tar:FILE for what
+    /// the stack shows
     #[arg(long, value_name = "TARGET")]
     pub(crate) to: String,
-    /// The image's tag in oci:DIR, its NAME:TAG in docker-archive:FILE [default: as the topmost
-    /// layer]
+    /// The image's tag in oci:DIR or a registry, its NAME:TAG in docker-archive:FILE [default: as
+    /// the topmost layer]
     #[arg(long, value_name = "NAME")]
     pub(crate) tag: Option<String>,
-    /// Compression of the layers in oci:DIR
+    /// Compression of the layers in oci:DIR or a registry
     #[arg(long, value_enum, value_name = "NAME", default_value_t = LayerCompression::Gzip)]
     pub(crate) compression: LayerCompression,
+    /// Speak to the registry without TLS (on this machine that needs no option)
+    #[arg(long)]
+    pub(crate) plain_http: bool,
+    /// A repository of the same registry that may have the layers already (repeatable)
+    #[arg(long, value_name = "HOST/REPOSITORY")]
+    pub(crate) mount_from: Vec<String>,
 }
 
 #[derive(Debug, Args)]

@@ -13,6 +13,7 @@
 //! | [`client`] | the API's client, and starting the daemon when it is not running |
 //! | [`daemon`] | the API's server |
 //! | [`context`], [`stores`], [`stack`] | what commands share: root, store, references to layers |
+//! | [`registries`] | where registries' credentials are |
 //! | [`output`], [`progress`], [`failure`] | all that is ever printed |
 
 mod api;
@@ -29,6 +30,7 @@ mod output;
 mod policy;
 mod progress;
 mod published;
+mod registries;
 mod signing;
 mod stack;
 mod stores;

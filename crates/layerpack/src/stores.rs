@@ -6,6 +6,8 @@ use std::sync::Arc;
 use anyhow::{Context as _, bail};
 use layerpack_store::{BlobStore, OpenOptions, open};
 
+use crate::registries;
+
 /// Settings of remote stores, as in an address's query: `timeout=60&retries=2`. An address's own
 /// come after them.
 pub(crate) const OPTIONS: &str = "LAYERPACK_STORE_OPTIONS";
@@ -16,7 +18,8 @@ pub(crate) const OPTIONS: &str = "LAYERPACK_STORE_OPTIONS";
 /// When the address or the environment's settings cannot be used.
 pub(crate) fn open_store(url: &str) -> anyhow::Result<Arc<dyn BlobStore>> {
     let text = std::env::var(OPTIONS).unwrap_or_default();
-    let options = parse(&text).with_context(|| format!("cannot use {OPTIONS}"))?;
+    let mut options = parse(&text).with_context(|| format!("cannot use {OPTIONS}"))?;
+    options.registry_credentials = registries::credential_files();
     Ok(open(url, &options)?)
 }
 

@@ -23,7 +23,8 @@ pub(crate) struct BuildArgs {
     #[arg(long, required_unless_present = "split")]
     pub(crate) version: Option<String>,
     /// What to pack: `dir:PATH`, `tar:PATH` (plain, gzip, zstd, xz or bzip2; `-` for standard
-    /// input), `oci:DIR[:TAG]` or `docker-archive:FILE[:NAME]`
+    /// input), `oci:DIR[:TAG]`, `docker-archive:FILE[:NAME]` or
+    /// `registry:HOST/REPOSITORY[:TAG|@DIGEST]`
     #[arg(long, value_name = "SRC")]
     pub(crate) from: String,
     /// The layers that this one lies on, bottom first; a diff in front brings its parents along.
@@ -55,6 +56,9 @@ pub(crate) struct BuildArgs {
     /// Platform the contents are made for, such as linux/amd64 [default: this machine's]
     #[arg(long, value_name = "OS/ARCH")]
     pub(crate) platform: Option<String>,
+    /// Speak to the registry of registry:... without TLS (on this machine that needs no option)
+    #[arg(long)]
+    pub(crate) plain_http: bool,
     /// Make one layer of each of an image's: base/NAME:VERSION, then diff/NAME:VERSION-layer-N,
     /// the topmost diff/NAME:VERSION
     #[arg(long)]

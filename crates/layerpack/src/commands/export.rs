@@ -2,6 +2,7 @@
 
 use std::process::ExitCode;
 
+use anyhow::Context as _;
 use layerpack_packer::{Compression, ExportOptions, export};
 use serde::Serialize;
 
@@ -12,6 +13,7 @@ use crate::context::Context;
 use crate::output::{note, print};
 use crate::progress::Reporter;
 use crate::published::platform;
+use crate::registries;
 use crate::stack::resolve;
 use crate::units::human_bytes;
 
@@ -25,6 +27,8 @@ struct Exported {
     name: Option<String>,
     layers: usize,
     bytes: u64,
+    /// Bytes that a registry had already.
+    reused_bytes: u64,
     warnings: Vec<String>,
 }
 
@@ -41,6 +45,13 @@ pub(super) fn run(context: &Context, args: ExportArgs) -> Outcome {
         LayerCompression::Zstd => Compression::Zstd,
         LayerCompression::None => Compression::None,
     };
+    options.registry = registries::image_options(args.plain_http);
+    for text in &args.mount_from {
+        let name = text
+            .parse()
+            .with_context(|| format!("cannot use --mount-from {text:?}"))?;
+        options.mount_from.push(name);
+    }
     let reporter = Reporter::new(&args.to, context);
     let report = export(&store, &options, &reporter);
     reporter.finish();
@@ -52,11 +63,16 @@ pub(super) fn run(context: &Context, args: ExportArgs) -> Outcome {
         name: report.name,
         layers: report.layers,
         bytes: report.bytes,
+        reused_bytes: report.reused_bytes,
         warnings: report.warnings,
     };
     if !context.quiet && context.format == crate::output::Format::Text {
+        let reused = match exported.reused_bytes {
+            0 => String::new(),
+            bytes => format!(", {} of it there already", human_bytes(bytes)),
+        };
         note(&format!(
-            "{} layers, {}",
+            "{} layers, {}{reused}",
             exported.layers,
             human_bytes(exported.bytes)
         ));

@@ -1,4 +1,4 @@
-//! `layerpack build --from oci:… | docker-archive:…`: container images as layers.
+//! `layerpack build --from oci:… | docker-archive:… | registry:…`: container images as layers.
 
 use std::process::ExitCode;
 
@@ -13,11 +13,12 @@ use crate::context::Context;
 use crate::output::print;
 use crate::progress::Reporter;
 use crate::published::platform;
+use crate::registries;
 use crate::signing::Signer;
 
 pub(super) fn run(context: &Context, reference: Reference, args: BuildArgs) -> Outcome {
     let signer = Signer::new(&args.sign)?;
-    let options = options(reference, args)?;
+    let options = options(context, reference, args)?;
     let store = context.store()?;
     let reporter = Reporter::new(&options.reference.to_string(), context);
     let report = import(&store, &options, &reporter);
@@ -40,7 +41,11 @@ pub(super) fn run(context: &Context, reference: Reference, args: BuildArgs) -> O
     Ok(ExitCode::SUCCESS)
 }
 
-pub(super) fn options(reference: Reference, args: BuildArgs) -> anyhow::Result<ImportOptions> {
+pub(super) fn options(
+    context: &Context,
+    reference: Reference,
+    args: BuildArgs,
+) -> anyhow::Result<ImportOptions> {
     if args.at.is_some() || !args.parent.is_empty() || !args.diff_from.is_empty() {
         bail!(
             "--at, --parent and --diff-from do not go with an image, which has its own layers below"
@@ -61,5 +66,7 @@ pub(super) fn options(reference: Reference, args: BuildArgs) -> anyhow::Result<I
     options.limits = args.limits.limits();
     options.git_index = args.git_index;
     options.xattrs.extend(args.xattr);
+    options.registry = registries::image_options(args.plain_http);
+    options.downloads = context.cache_dir().map(|dir| dir.join("downloads"));
     Ok(options)
 }

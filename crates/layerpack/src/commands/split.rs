@@ -31,7 +31,7 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
     let signer = Signer::new(&args.sign)?;
     let reporter = Reporter::new(&base.to_string(), context);
     let report = if ImageSource::is_image(&args.from) {
-        let options = super::import::options(base, args)?;
+        let options = super::import::options(context, base, args)?;
         import_split(&store, &options, &split, &reporter)
     } else {
         let options = super::build::options(&store, base, args)?;

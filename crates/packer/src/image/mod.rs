@@ -144,7 +144,8 @@ impl Blob {
     fn is_lazy(&self) -> bool {
         match &self.place {
             Place::File(path) => crate::tar::is_lazy_file(path),
-            Place::Member { .. } => false,
+            // Its end tells, when it comes.
+            Place::Member { .. } | Place::Registry { .. } => false,
         }
     }
 
