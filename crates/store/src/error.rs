@@ -103,6 +103,16 @@ pub enum StoreError {
         /// The store's address.
         store: String,
     },
+    /// No such channel, or it leads nowhere.
+    #[error("channel {channel} in store {store}: {what}; move it with `layerpack tag`")]
+    UnknownChannel {
+        /// The channel asked for.
+        channel: String,
+        /// The store's address.
+        store: String,
+        /// What is wrong.
+        what: String,
+    },
     /// A reference that cannot be read, or that names another's manifest. Publishing does not
     /// replace it: the version may have been published with other content, and of two writers
     /// that both replace one the second would undo the first.
@@ -176,6 +186,18 @@ pub enum StoreError {
         existing: Digest,
         /// Manifest digest of what was to be published.
         new: Digest,
+    },
+    /// The store has only a part of the layer, and this is not in it.
+    #[error(
+        "object {key} is not in store {store}, which has only a part of the layer, seeded from {origin}; name both stores (--store {store},{origin}), or copy the layer whole"
+    )]
+    NotSeeded {
+        /// The store's address.
+        store: String,
+        /// The object's key.
+        key: String,
+        /// Where the rest is.
+        origin: String,
     },
     /// The store's filesystem or quota is full. Nothing of the object is visible.
     #[error(
@@ -279,6 +301,16 @@ pub enum StoreError {
         /// What is wrong with it.
         what: String,
     },
+    /// No profile, or more than one, is meant.
+    #[error("no profile {name:?} in store {store}: {what}; list them, or name one by its digest")]
+    NoProfile {
+        /// The text as given.
+        name: String,
+        /// The store's address.
+        store: String,
+        /// How many match.
+        what: String,
+    },
     /// The source of a file's bytes failed.
     #[error("cannot read the input")]
     Input(#[source] io::Error),
@@ -303,6 +335,7 @@ impl StoreError {
             | Self::DamagedReference { key, .. }
             | Self::Corrupt { key, .. }
             | Self::TooLarge { key, .. }
+            | Self::NotSeeded { key, .. }
             | Self::NoSpace { key, .. }
             | Self::Io { key, .. }
             | Self::TimedOut { key, .. }
@@ -321,6 +354,8 @@ impl StoreError {
             | Self::NotSupported { .. }
             | Self::Format(_)
             | Self::InvalidInput { .. }
+            | Self::NoProfile { .. }
+            | Self::UnknownChannel { .. }
             | Self::Input(_)
             | Self::WriterFailed { .. } => None,
         }

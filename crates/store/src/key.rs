@@ -2,8 +2,10 @@
 
 use std::fmt;
 
+use crate::channel::ChannelName;
 use crate::digest::Digest;
 use crate::error::StoreError;
+use crate::manifest::LayerId;
 use crate::reference::{Kind, LayerName, Reference, Version};
 use crate::signature::PublicKey;
 
@@ -162,6 +164,40 @@ impl Key {
     /// The mark of a collector that deletes the objects of list `id`.
     pub(crate) fn sweep(id: &str, collector: &str) -> Result<Self, StoreError> {
         Self::new(&format!("gc/sweep-{id}-{collector}"))
+    }
+
+    /// A channel. As a version's, its segment begins with `_`.
+    #[must_use]
+    pub fn channel(name: &ChannelName) -> Self {
+        Self(format!(
+            "channels/{}/{}/_{}",
+            name.kind, name.name, name.channel
+        ))
+    }
+
+    /// The channel that a key under `channels/` is for; `None` if it is not one.
+    #[must_use]
+    pub fn to_channel(&self) -> Option<ChannelName> {
+        let rest = self.0.strip_prefix("channels/")?;
+        let (kind, rest) = rest.split_once('/')?;
+        let (name, channel) = rest.rsplit_once('/')?;
+        Some(ChannelName {
+            kind: kind.parse::<Kind>().ok()?,
+            name: LayerName::new(name).ok()?,
+            channel: Version::new(channel.strip_prefix('_')?).ok()?,
+        })
+    }
+
+    /// An access profile: by the layer on top of its stack and the digest of its bytes.
+    #[must_use]
+    pub fn profile(top: &LayerId, digest: &Digest) -> Self {
+        Self(format!("profiles/{}/{}", top.hex(), digest.hex()))
+    }
+
+    /// The marker of a map of which this store has only a part.
+    #[must_use]
+    pub fn seed(map: &Digest) -> Self {
+        Self(format!("seeds/{}", map.hex()))
     }
 
     /// The digest that the key's last segment spells, if it does.

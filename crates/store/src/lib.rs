@@ -9,6 +9,7 @@
 //! Nothing here prints, reads the environment or knows what a layer's metadata means.
 
 pub mod blob;
+pub mod channel;
 pub mod chunker;
 mod codec;
 mod digest;
@@ -20,9 +21,12 @@ mod key;
 mod layer;
 mod manifest;
 mod parallel;
+pub mod profile;
+pub mod query;
 mod reference;
 pub mod registry;
 mod signature;
+pub mod transfer;
 
 pub use blob::{
     BlobStore, BlobWriter, CachedStore, Fault, FaultStore, FileStore, HttpStore, LimitedStore,
@@ -42,8 +46,9 @@ pub use gc::{
 pub use index::{ChunkIndex, CompactOptions, CompactReport, IndexStats, compact_index};
 pub use key::Key;
 pub use layer::{
-    Damage, Delivery, Draft, FetchStats, FileChunks, LayerStore, LayerWriter, PublishOutcome,
-    Published, ReadLimits, RefEntry, VerifyReport, WriteStats, WriterOptions,
+    Damage, Delivery, Draft, FetchStats, FileChunks, FrameChunks, LayerStore, LayerWriter,
+    PublishOutcome, Published, ReadLimits, RefEntry, Sealed, SeedMarker, StoredFrame, VerifyReport,
+    WriteStats, WriterOptions,
 };
 pub use manifest::{
     Blob, Counts, Features, LayerId, MAX_MANIFEST_BYTES, MAX_META_BYTES, Manifest, ParentRef,

@@ -286,6 +286,12 @@ impl LayerId {
         Self(hasher.finish())
     }
 
+    /// The identity that these digest's bytes spell.
+    #[must_use]
+    pub const fn from_digest(digest: Digest) -> Self {
+        Self(digest)
+    }
+
     /// As a digest.
     #[must_use]
     pub const fn digest(&self) -> &Digest {

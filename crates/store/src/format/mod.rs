@@ -5,6 +5,7 @@ pub mod index;
 pub mod locator;
 pub mod map;
 pub mod pack;
+pub mod profile;
 
 use zerocopy::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};

@@ -4,6 +4,8 @@ mod claim;
 mod dedupe;
 mod frames;
 mod pack_writer;
+mod part;
+mod passed;
 mod pipeline;
 mod publish;
 mod read;
@@ -13,10 +15,14 @@ mod writer;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
+use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
-pub use publish::{Draft, PublishOutcome, Published};
+pub use part::SeedMarker;
+pub(crate) use passed::Tables;
+pub use passed::{FrameChunks, StoredFrame};
+pub use publish::{Draft, PublishOutcome, Published, Sealed};
 pub use read::{Delivery, FetchStats, ReadLimits};
 pub use verify::{Damage, VerifyReport};
 pub use writer::{FileChunks, LayerWriter, WriteStats, WriterOptions};
@@ -69,6 +75,8 @@ pub struct RefEntry {
     pub reference: Reference,
     /// Digest of its manifest, or why it cannot be told.
     pub manifest: Result<Digest>,
+    /// When it was published, by the store's clock; `None` where the store does not say.
+    pub modified: Option<SystemTime>,
 }
 
 impl LayerStore {
@@ -374,10 +382,12 @@ impl LayerStore {
                 Ok(Some(digest)) => entries.push(RefEntry {
                     reference,
                     manifest: Ok(digest),
+                    modified: object.modified,
                 }),
                 Err(error) => entries.push(RefEntry {
                     reference,
                     manifest: Err(error),
+                    modified: object.modified,
                 }),
             }
         }

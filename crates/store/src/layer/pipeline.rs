@@ -152,6 +152,28 @@ impl Pipeline {
     /// Hands a frame over; waits while too many are in flight. Its number: frames are written in
     /// the order of their numbers.
     pub(super) fn submit(&self, frame: RawFrame) -> Result<u64> {
+        let mut state = self.admit()?;
+        let number = state.submitted;
+        state.submitted += 1;
+        state.queue.push_back((number, frame));
+        drop(state);
+        self.shared.queued.notify_one();
+        Ok(number)
+    }
+
+    /// As [`Pipeline::submit`] for a frame that is compressed already.
+    pub(super) fn submit_ready(&self, frame: Frame) -> Result<u64> {
+        let mut state = self.admit()?;
+        let number = state.submitted;
+        state.submitted += 1;
+        state.compressed.insert(number, frame);
+        drop(state);
+        self.shared.compressed.notify_one();
+        Ok(number)
+    }
+
+    /// Waits until one more frame may be in flight.
+    fn admit(&self) -> Result<MutexGuard<'_, State>> {
         let mut state = self.shared.lock();
         while !state.aborted && state.submitted - state.written >= self.max_in_flight {
             state = self
@@ -163,12 +185,7 @@ impl Pipeline {
         if state.aborted {
             return Err(self.failure(&mut state));
         }
-        let number = state.submitted;
-        state.submitted += 1;
-        state.queue.push_back((number, frame));
-        drop(state);
-        self.shared.queued.notify_one();
-        Ok(number)
+        Ok(state)
     }
 
     /// Waits until every frame is durable. The packs, in the order of the frames' numbers.

@@ -5,8 +5,9 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::LayerStore;
+use super::dedupe::{IndexSet, StoredChunk};
 use super::pack_writer::WrittenPack;
-use super::writer::{LayerWriter, Place, WriteStats};
+use super::writer::{LayerWriter, Place, WriteStats, WriterOptions};
 use super::{RefObject, max_stored};
 use crate::blob::{PutMode, PutOutcome};
 use crate::codec::Compressor;
@@ -102,122 +103,64 @@ impl LayerWriter {
     /// [`StoreError::InvalidInput`] if the draft breaks a limit or its map names a chunk that was
     /// not added and is not in the store; else what went wrong in writing. After an error the
     /// reference is as it was before (or, if an answer was lost, published): run again.
-    pub fn finish(mut self, draft: Draft) -> Result<Published> {
-        self.flush()?;
-        let mut warnings: Vec<String> = self.store.ensure_marker()?.into_iter().collect();
-        let map_bytes = draft.map.to_bytes();
-        let manifest = self.manifest(&draft, &map_bytes)?;
-        let invalid = |e: crate::error::FormatError| StoreError::InvalidInput {
-            object: draft.reference.to_string(),
-            what: e.to_string(),
-        };
-        let manifest_bytes = manifest.to_bytes().map_err(invalid)?;
-        let digest = Digest::of(&manifest_bytes);
+    pub fn finish(self, draft: Draft) -> Result<Published> {
+        let manifest = self.manifest(&draft, &draft.map.to_bytes());
+        let invalid = |e: crate::error::FormatError| invalid_layer(&draft.reference, &e);
+        manifest.to_bytes().map_err(invalid)?; // before anything more is written
+        self.seal()?.publish(&manifest, &draft.meta, &draft.map)
+    }
 
+    /// Ends the writing of chunks: all packs and their index are durable afterwards. Layers made
+    /// of these chunks, and of those in the store, can then be published.
+    ///
+    /// # Errors
+    /// What went wrong in writing.
+    pub fn seal(mut self) -> Result<Sealed> {
+        self.flush()?;
+        let mut warnings = std::mem::take(&mut self.warnings);
+        warnings.extend(self.store.ensure_marker()?);
         let Self {
             store,
             options,
-            mut index,
-            mut known,
-            mut stored,
+            index,
+            known,
+            stored,
             tickets,
             pipeline,
             mut stats,
             ..
         } = self;
         let packs = pipeline.finish()?;
-        stats.new_packs = packs.len() as u64;
+        stats.new_packs += packs.len() as u64;
         stats.new_bytes += packs.iter().map(|p| p.size).sum::<u64>();
         stats.new_bytes += store.put_index(&packs)?;
-
-        // Before more is written: the version may be taken.
-        let conflict = |existing: Digest| StoreError::Conflict {
-            reference: Box::new(draft.reference.clone()),
-            store: store.url().to_owned(),
-            existing,
-            new: digest,
-        };
-        if let Some(existing) = store
-            .read_ref(&draft.reference)?
-            .filter(|existing| existing != &digest)
-        {
-            return Err(conflict(existing));
-        }
-
-        // Chunks of the map that were not added: of layers that this one is made from.
-        for extent in draft.map.extents() {
-            if known.contains_key(&extent.digest) {
-                continue;
-            }
-            if let Some(chunk) = index.locate(&extent.digest)? {
-                known.insert(
-                    extent.digest,
-                    (
-                        Place::Stored {
-                            index: stored.len(),
-                        },
-                        chunk.len,
-                    ),
-                );
-                stored.push(chunk);
-            } else if let Some(damage) = index.damage_of(&extent.digest)? {
-                return Err(damage);
-            }
-        }
-        warnings.extend(index.take_warnings());
-        let places = resolve(&known, &stored, &tickets, &packs, &draft)?;
-        let locator = build_locator(manifest.map.digest, &draft.map, places).map_err(invalid)?;
-
-        let mut compressor = Compressor::new(options.level);
-        stats.new_bytes += store.put_raw(
-            &Key::meta(&manifest.meta.digest),
-            &manifest.meta,
-            &compressor.compress(&draft.meta)?,
-            &mut warnings,
-        )?;
-        stats.new_bytes += store.put_raw(
-            &Key::map(&manifest.map.digest),
-            &manifest.map,
-            &compressor.compress(&map_bytes)?,
-            &mut warnings,
-        )?;
-        stats.new_bytes +=
-            store.put_locator(&manifest.map.digest, &draft.map, &locator, &mut warnings)?;
-        let key = Key::manifest(&digest);
-        stats.new_bytes += store.put_checked(&key, &manifest_bytes, &mut warnings, || {
-            store.manifest(&digest).map(|_| ())
-        })?;
-
-        let object = serde_json::to_vec(&RefObject {
-            format: 1,
-            manifest: digest,
-        })
-        .unwrap_or_default();
-        let outcome = match store.create_reference(&draft.reference, &digest, &object)? {
-            PutOutcome::Created => {
-                stats.new_bytes += object.len() as u64;
-                PublishOutcome::Created
-            }
-            PutOutcome::Exists => match store.read_ref(&draft.reference)? {
-                Some(existing) if existing == digest => PublishOutcome::Already,
-                Some(existing) => return Err(conflict(existing)),
-                None => return Err(store.missing(&Key::reference(&draft.reference))), // removed just now
-            },
-        };
-        Ok(Published {
-            reference: draft.reference,
-            digest,
-            layer_id: manifest.layer_id(),
-            outcome,
+        let written = packs
+            .iter()
+            .flat_map(|p| {
+                let pack = PackLoc {
+                    id: p.id,
+                    size: p.size,
+                };
+                p.table.frames.iter().map(move |f| (pack, *f))
+            })
+            .collect();
+        Ok(Sealed {
+            store,
+            options,
+            index,
+            known,
+            stored,
+            tickets,
+            written,
             stats,
             warnings,
         })
     }
 
-    fn manifest(&self, draft: &Draft, map_bytes: &[u8]) -> Result<Manifest> {
+    fn manifest(&self, draft: &Draft, map_bytes: &[u8]) -> Manifest {
         let mut parameters = draft.parameters.clone();
         parameters.insert("chunker".to_owned(), self.options.chunker.to_string());
-        let manifest = Manifest {
+        Manifest {
             format: Manifest::FORMAT,
             features: Features::default(),
             kind: draft.reference.kind,
@@ -232,50 +175,233 @@ impl LayerWriter {
             parameters,
             labels: draft.labels.clone(),
             annotations: draft.annotations.clone(),
-        };
-        Ok(manifest)
+        }
     }
 }
 
-/// For each extent of the map: its frame, and its first byte in the frame's raw bytes.
-pub(super) fn resolve(
-    known: &HashMap<Digest, (Place, u32)>,
-    stored: &[super::dedupe::StoredChunk],
-    tickets: &[Option<u64>],
-    packs: &[WrittenPack],
-    draft: &Draft,
-) -> Result<Vec<(Used, u32)>> {
-    // Frames of this writer in the order of their numbers.
-    let written: Vec<(PackLoc, PackFrame)> = packs
-        .iter()
-        .flat_map(|p| {
-            p.table.frames.iter().map(|f| {
-                (
-                    PackLoc {
-                        id: p.id,
-                        size: p.size,
-                    },
-                    *f,
-                )
-            })
-        })
-        .collect();
-    draft
-        .map
-        .extents()
-        .iter()
-        .map(|extent| {
-            let invalid = |what: String| StoreError::InvalidInput {
-                object: draft.reference.to_string(),
-                what,
+fn invalid_layer(reference: &Reference, error: &crate::error::FormatError) -> StoreError {
+    StoreError::InvalidInput {
+        object: reference.to_string(),
+        what: error.to_string(),
+    }
+}
+
+/// Chunks that are durable in a store, of which layers can be published.
+#[derive(Debug)]
+pub struct Sealed {
+    pub(super) store: LayerStore,
+    pub(super) options: WriterOptions,
+    pub(super) index: IndexSet,
+    pub(super) known: HashMap<Digest, (Place, u32)>,
+    pub(super) stored: Vec<StoredChunk>,
+    tickets: Vec<Option<u64>>,
+    /// Frames of this writer in the order of their numbers.
+    written: Vec<(PackLoc, PackFrame)>,
+    pub(super) stats: WriteStats,
+    pub(super) warnings: Vec<String>,
+}
+
+impl Sealed {
+    /// Goes on with a writer that knows the chunks written so far.
+    ///
+    /// # Errors
+    /// If its threads cannot be started.
+    pub fn reopen(mut self) -> Result<LayerWriter> {
+        for (place, len) in self.known.values_mut() {
+            let Place::New { ticket, offset } = *place else {
+                continue;
             };
+            // A ticket without a frame cannot be: sealing has flushed them all.
+            let Some(&(pack, frame)) = written_frame(&self.tickets, &self.written, ticket) else {
+                continue;
+            };
+            *place = Place::Stored {
+                index: self.stored.len(),
+            };
+            self.stored.push(StoredChunk {
+                pack: IndexPack {
+                    id: pack.id,
+                    size: pack.size,
+                    table_offset: 0, // not needed any more
+                },
+                frame,
+                offset,
+                len: *len,
+            });
+        }
+        LayerWriter::resume(self)
+    }
+
+    /// What was written so far.
+    #[must_use]
+    pub const fn stats(&self) -> WriteStats {
+        self.stats
+    }
+
+    /// Publishes a layer whose manifest, metadata and map are given: writes metadata, map,
+    /// locator, manifest and last the reference. Every chunk of the map was added before or is in
+    /// the store.
+    ///
+    /// # Errors
+    /// As [`LayerWriter::finish`]; [`StoreError::InvalidInput`] also if metadata or map are not
+    /// those that the manifest names.
+    pub fn publish(
+        &mut self,
+        manifest: &Manifest,
+        meta: &[u8],
+        map: &LayerMap,
+    ) -> Result<Published> {
+        self.publish_part(manifest, meta, map, None)
+    }
+
+    /// As [`Sealed::publish`]; chunks that are not here are said to be where `elsewhere`, another
+    /// store's locator of this map, has them.
+    pub(crate) fn publish_part(
+        &mut self,
+        manifest: &Manifest,
+        meta: &[u8],
+        map: &LayerMap,
+        elsewhere: Option<&Locator>,
+    ) -> Result<Published> {
+        let reference = manifest.reference();
+        let invalid = |e: crate::error::FormatError| invalid_layer(&reference, &e);
+        let map_bytes = map.to_bytes();
+        let manifest_bytes = manifest.to_bytes().map_err(invalid)?;
+        let digest = Digest::of(&manifest_bytes);
+        if Blob::of(meta) != manifest.meta || Blob::of(&map_bytes) != manifest.map {
+            return Err(StoreError::InvalidInput {
+                object: reference.to_string(),
+                what: "its metadata or map is not what its manifest names".to_owned(),
+            });
+        }
+        // Before more is written: the version may be taken.
+        let conflict = |existing: Digest| StoreError::Conflict {
+            reference: Box::new(reference.clone()),
+            store: self.store.url().to_owned(),
+            existing,
+            new: digest,
+        };
+        if let Some(existing) = self
+            .store
+            .read_ref(&reference)?
+            .filter(|existing| existing != &digest)
+        {
+            return Err(conflict(existing));
+        }
+
+        // Chunks of the map that were not added: of layers that this one is made from.
+        for extent in map.extents() {
+            if self.known.contains_key(&extent.digest) {
+                continue;
+            }
+            if let Some(chunk) = self.index.locate(&extent.digest)? {
+                let place = Place::Stored {
+                    index: self.stored.len(),
+                };
+                self.known.insert(extent.digest, (place, chunk.len));
+                self.stored.push(chunk);
+            } else if elsewhere.is_none()
+                && let Some(damage) = self.index.damage_of(&extent.digest)?
+            {
+                return Err(damage);
+            }
+        }
+        let mut warnings = std::mem::take(&mut self.warnings);
+        warnings.extend(self.index.take_warnings());
+        let places = Places {
+            known: &self.known,
+            stored: &self.stored,
+            tickets: &self.tickets,
+            written: &self.written,
+        };
+        let places = resolve(&places, &reference, map, elsewhere)?;
+        let locator = build_locator(manifest.map.digest, map, places).map_err(invalid)?;
+
+        let store = &self.store;
+        let mut compressor = Compressor::new(self.options.level);
+        let mut written = store.put_raw(
+            &Key::meta(&manifest.meta.digest),
+            &manifest.meta,
+            &compressor.compress(meta)?,
+            &mut warnings,
+        )?;
+        written += store.put_raw(
+            &Key::map(&manifest.map.digest),
+            &manifest.map,
+            &compressor.compress(&map_bytes)?,
+            &mut warnings,
+        )?;
+        written += store.put_locator(&manifest.map.digest, map, &locator, &mut warnings)?;
+        let key = Key::manifest(&digest);
+        written += store.put_checked(&key, &manifest_bytes, &mut warnings, || {
+            store.manifest(&digest).map(|_| ())
+        })?;
+
+        let object = serde_json::to_vec(&RefObject {
+            format: 1,
+            manifest: digest,
+        })
+        .unwrap_or_default();
+        let outcome = match store.create_reference(&reference, &digest, &object)? {
+            PutOutcome::Created => {
+                written += object.len() as u64;
+                PublishOutcome::Created
+            }
+            PutOutcome::Exists => match store.read_ref(&reference)? {
+                Some(existing) if existing == digest => PublishOutcome::Already,
+                Some(existing) => return Err(conflict(existing)),
+                None => return Err(store.missing(&Key::reference(&reference))), // removed just now
+            },
+        };
+        self.stats.new_bytes += written;
+        Ok(Published {
+            reference,
+            digest,
+            layer_id: manifest.layer_id(),
+            outcome,
+            stats: self.stats,
+            warnings,
+        })
+    }
+}
+
+/// What a writer knows of where chunks are.
+pub(super) struct Places<'a> {
+    pub(super) known: &'a HashMap<Digest, (Place, u32)>,
+    pub(super) stored: &'a [StoredChunk],
+    pub(super) tickets: &'a [Option<u64>],
+    /// Frames of this writer in the order of their numbers.
+    pub(super) written: &'a [(PackLoc, PackFrame)],
+}
+
+/// For each extent of the map: its frame, and its first byte in the frame's raw bytes. `elsewhere`
+/// says where those are that are not known.
+pub(super) fn resolve(
+    places: &Places<'_>,
+    reference: &Reference,
+    map: &LayerMap,
+    elsewhere: Option<&Locator>,
+) -> Result<Vec<(Used, u32)>> {
+    let invalid = |what: String| StoreError::InvalidInput {
+        object: reference.to_string(),
+        what,
+    };
+    map.extents()
+        .iter()
+        .enumerate()
+        .map(|(i, extent)| {
+            if !places.known.contains_key(&extent.digest)
+                && let Some(place) = elsewhere.and_then(|locator| place_in(locator, i))
+            {
+                return Ok(place);
+            }
             let gone = || {
                 invalid(format!(
                     "chunk {} of its map was not added and is not in the store",
                     extent.digest
                 ))
             };
-            let &(place, len) = known.get(&extent.digest).ok_or_else(gone)?;
+            let &(place, len) = places.known.get(&extent.digest).ok_or_else(gone)?;
             if len != extent.len {
                 let what = format!(
                     "chunk {} has {len} bytes, its map says {}",
@@ -285,34 +411,47 @@ pub(super) fn resolve(
             }
             match place {
                 Place::New { ticket, offset } => {
-                    let number = tickets
-                        .get(ticket)
-                        .copied()
-                        .flatten()
-                        .and_then(|n| usize::try_from(n).ok());
-                    let (pack, frame) = number
-                        .and_then(|n| written.get(n))
-                        .copied()
-                        .ok_or_else(gone)?;
+                    let &(pack, frame) =
+                        written_frame(places.tickets, places.written, ticket).ok_or_else(gone)?;
                     Ok((Used { pack, frame }, offset))
                 }
                 Place::Stored { index } => {
-                    let chunk = stored.get(index).ok_or_else(gone)?;
+                    let chunk = places.stored.get(index).ok_or_else(gone)?;
                     let pack = PackLoc {
                         id: chunk.pack.id,
                         size: chunk.pack.size,
                     };
-                    Ok((
-                        Used {
-                            pack,
-                            frame: chunk.frame,
-                        },
-                        chunk.offset,
-                    ))
+                    let frame = chunk.frame;
+                    Ok((Used { pack, frame }, chunk.offset))
                 }
             }
         })
         .collect()
+}
+
+/// Where a locator has an extent.
+fn place_in(locator: &Locator, extent: usize) -> Option<(Used, u32)> {
+    let (frame, offset) = locator.extent(extent)?;
+    let frame = locator.frames().get(usize::try_from(frame).ok()?)?;
+    let pack = *locator.packs().get(usize::try_from(frame.pack).ok()?)?;
+    let frame = PackFrame {
+        offset: frame.offset,
+        stored_len: frame.stored_len,
+        raw_len: frame.raw_len,
+        codec: frame.codec,
+        digest: frame.digest,
+    };
+    Some((Used { pack, frame }, offset))
+}
+
+/// The frame that got this ticket.
+fn written_frame<'a>(
+    tickets: &[Option<u64>],
+    written: &'a [(PackLoc, PackFrame)],
+    ticket: usize,
+) -> Option<&'a (PackLoc, PackFrame)> {
+    let number = tickets.get(ticket).copied().flatten()?;
+    written.get(usize::try_from(number).ok()?)
 }
 
 /// Packs in the order of first use, frames in the order of packs and offsets.

@@ -172,7 +172,7 @@ pub(super) fn slice_of<'a>(
 
 impl LayerStore {
     /// A request's bytes.
-    pub(super) fn fetch(&self, pack: &Digest, range: Range<u64>) -> Result<Vec<u8>> {
+    pub(crate) fn fetch(&self, pack: &Digest, range: Range<u64>) -> Result<Vec<u8>> {
         let key = Key::pack(pack);
         let bytes = self.blobs().get_range(&key, range.clone())?;
         if bytes.len() as u64 != range.end.saturating_sub(range.start) {
@@ -243,7 +243,9 @@ impl LayerStore {
             object: format!("frame {frame}"),
             what: "no request was planned".to_owned(),
         })?;
-        let stored = self.fetch(&request.pack, request.range.clone())?;
+        let stored = self
+            .fetch(&request.pack, request.range.clone())
+            .map_err(|error| self.not_seeded(error, locator))?;
         self.open_frame(&request.pack, location, &stored)
     }
 
@@ -307,7 +309,7 @@ impl LayerStore {
     fn run_request(&self, locator: &Locator, request: &Request) -> Answer {
         let bytes = match self.fetch(&request.pack, request.range.clone()) {
             Ok(bytes) => bytes,
-            Err(error) => return (0, Vec::new(), Some(error)),
+            Err(error) => return (0, Vec::new(), Some(self.not_seeded(error, locator))),
         };
         let mut opened = Vec::with_capacity(request.frames.len());
         for &number in &request.frames {

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use super::LayerStore;
 use super::pack_writer::{PackWriter, WrittenPack};
 use super::pipeline::{Frame, FrameChunk};
-use super::publish::{Draft, build_locator, resolve};
+use super::publish::{Places, build_locator, resolve};
 use super::read::{MAX_GAP, MAX_REQUEST};
 use super::writer::{LayerWriter, Place};
 use crate::digest::Digest;
@@ -317,8 +317,13 @@ impl LayerWriter {
             }
         }
         let mut warnings = self.index.take_warnings();
-        let draft = Draft::new(manifest.reference(), Vec::new(), map.clone());
-        let places = resolve(&self.known, &self.stored, &self.tickets, &[], &draft)?;
+        let places = Places {
+            known: &self.known,
+            stored: &self.stored,
+            tickets: &self.tickets,
+            written: &[],
+        };
+        let places = resolve(&places, &manifest.reference(), map, None)?;
         let locator = build_locator(manifest.map.digest, map, places)?;
         self.store
             .put_locator(&manifest.map.digest, map, &locator, &mut warnings)?;

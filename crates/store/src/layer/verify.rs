@@ -66,6 +66,8 @@ pub struct VerifyReport {
     pub stored_bytes: u64,
     /// Bytes of chunks verified.
     pub raw_bytes: u64,
+    /// Frames of the layer that are elsewhere, since the store has only a part of it: not damage.
+    pub absent_frames: u64,
     /// What is damaged. Empty: every byte of the layer is right.
     pub damaged: Vec<Damage>,
     /// What does not concern the layer's bytes, one line each: the store's marker is gone, or no
@@ -182,6 +184,7 @@ impl LayerStore {
             chunks: 0,
             stored_bytes: 0,
             raw_bytes: 0,
+            absent_frames: 0,
             damaged: Vec::new(),
             warnings: Vec::new(),
         };
@@ -292,8 +295,18 @@ impl LayerStore {
         if !open.is_empty() {
             check(&others, &mut open)?; // to name those that are damaged
         }
-        let packs = locator.packs().iter().filter(|pack| open.contains(pack));
+        let part = self
+            .seed_marker(locator.map_digest())
+            .is_ok_and(|m| m.is_some());
+        let mut packs = Vec::new();
+        for pack in locator.packs().iter().filter(|pack| open.contains(pack)) {
+            // Of a part, packs that are elsewhere are not expected in an index.
+            if !part || self.blobs().size(&Key::pack(&pack.id))?.is_some() {
+                packs.push(pack);
+            }
+        }
         let lines: Vec<String> = packs
+            .into_iter()
             .map(|pack| {
                 format!(
                     "no index in store {} names object {}: new layers cannot share its chunks; publish the layer again",
@@ -346,6 +359,19 @@ impl LayerStore {
             if let Some((_, list)) = pack.and_then(|p| packs.get_mut(p)) {
                 list.push(number);
             }
+        }
+        let part = self.seed_marker(locator.map_digest());
+        if report.note(part, Vec::new)?.flatten().is_some() {
+            // What is elsewhere is absent by purpose.
+            let mut here = Vec::with_capacity(packs.len());
+            for (pack, mine) in packs {
+                if self.blobs().size(&Key::pack(&pack.id))?.is_some() {
+                    here.push((pack, mine));
+                } else {
+                    report.absent_frames += mine.len() as u64;
+                }
+            }
+            packs = here;
         }
         let mut parts: Vec<Part> = Vec::with_capacity(packs.len());
         let mut requests: Vec<(usize, Request)> = Vec::new();

@@ -6,7 +6,9 @@ use std::io::{self, Read};
 
 use super::LayerStore;
 use super::dedupe::{IndexSet, StoredChunk};
+use super::passed::StoredFrame;
 use super::pipeline::{FrameChunk, Pipeline, RawFrame};
+use super::publish::Sealed;
 use crate::chunker::{Params, cut};
 use crate::codec::{MAX_LEVEL, MIN_LEVEL};
 use crate::digest::Digest;
@@ -97,6 +99,8 @@ pub struct LayerWriter {
     pending: RawFrame,
     pending_ticket: usize,
     pub(super) stats: WriteStats,
+    /// Of an earlier part of the same session.
+    pub(super) warnings: Vec<String>,
     buffer: Vec<u8>,
 }
 
@@ -116,13 +120,7 @@ impl LayerWriter {
                 options.level
             )));
         }
-        let jobs = match options.jobs {
-            0 => std::thread::available_parallelism()
-                .map_or(1, usize::from)
-                .min(MAX_JOBS),
-            jobs if jobs <= MAX_JOBS => jobs,
-            jobs => return Err(invalid(format!("{jobs} jobs are more than {MAX_JOBS}"))),
-        };
+        let jobs = jobs_of(options.jobs)?;
         store.check_marker()?;
         let index = IndexSet::open(store.clone())?;
         let pipeline = Pipeline::new(store.blobs().clone(), options.level, jobs)?;
@@ -137,6 +135,28 @@ impl LayerWriter {
             pending: RawFrame::default(),
             pending_ticket: 0,
             stats: WriteStats::default(),
+            warnings: Vec::new(),
+            buffer: Vec::new(),
+        })
+    }
+
+    /// A writer that goes on after [`Sealed::reopen`]: all that it knows is in the store.
+    pub(super) fn resume(sealed: Sealed) -> Result<Self> {
+        let jobs = jobs_of(sealed.options.jobs)?;
+        let blobs = sealed.store.blobs().clone();
+        let pipeline = Pipeline::new(blobs, sealed.options.level, jobs)?;
+        Ok(Self {
+            store: sealed.store,
+            options: sealed.options,
+            index: sealed.index,
+            known: sealed.known,
+            stored: sealed.stored,
+            tickets: vec![None],
+            pipeline,
+            pending: RawFrame::default(),
+            pending_ticket: 0,
+            stats: sealed.stats,
+            warnings: sealed.warnings,
             buffer: Vec::new(),
         })
     }
@@ -199,6 +219,58 @@ impl LayerWriter {
         Ok(digest)
     }
 
+    /// Whether this writer or the store has a usable chunk of this digest and length. A chunk of
+    /// the store counts only after its frame was read and verified, once.
+    ///
+    /// # Errors
+    /// What went wrong in reading the store's packs.
+    pub fn has_chunk(&mut self, digest: &Digest, len: u32) -> Result<bool> {
+        Ok(match self.known.get(digest) {
+            Some(&(_, known)) => known == len,
+            None => self.find_stored(digest, len)?,
+        })
+    }
+
+    /// Adds a frame as another store holds it, without compressing it anew. Where the store has
+    /// most of its chunks, only the others are added, in new frames.
+    ///
+    /// # Errors
+    /// What went wrong in reading the store's packs or in writing this or an earlier frame.
+    pub fn add_stored_frame(&mut self, frame: StoredFrame) -> Result<()> {
+        let mut missing = Vec::new();
+        for chunk in &frame.frame.chunks {
+            if !self.has_chunk(&chunk.digest, chunk.len)? {
+                missing.push(*chunk);
+            }
+        }
+        let bytes: u64 = missing.iter().map(|c| u64::from(c.len)).sum();
+        if missing.is_empty()
+            || (!frame.raw.is_empty() && bytes * 2 < u64::from(frame.frame.raw_len))
+        {
+            for chunk in missing {
+                let start = usize::try_from(chunk.offset).unwrap_or(usize::MAX);
+                let len = usize::try_from(chunk.len).unwrap_or(usize::MAX);
+                let range = start..start.saturating_add(len);
+                self.add_chunk(frame.raw.get(range).unwrap_or_default())?;
+            }
+            return Ok(());
+        }
+        let ticket = self.ticket();
+        for chunk in missing {
+            let place = Place::New {
+                ticket,
+                offset: chunk.offset,
+            };
+            self.known.insert(chunk.digest, (place, chunk.len));
+            self.stats.new_chunks += 1;
+            self.stats.new_raw_bytes += u64::from(chunk.len);
+            self.stats.raw_bytes += u64::from(chunk.len);
+        }
+        let number = self.pipeline.submit_ready(frame.frame)?;
+        self.note(ticket, number);
+        Ok(())
+    }
+
     /// Looks a chunk up in the store and remembers it.
     pub(super) fn find_stored(&mut self, digest: &Digest, len: u32) -> Result<bool> {
         match self.index.locate(digest)? {
@@ -226,11 +298,15 @@ impl LayerWriter {
 
     fn submit(&mut self, frame: RawFrame, ticket: usize) -> Result<()> {
         let number = self.pipeline.submit(frame)?;
+        self.note(ticket, number);
+        Ok(())
+    }
+
+    fn note(&mut self, ticket: usize, number: u64) {
         if let Some(slot) = self.tickets.get_mut(ticket) {
             *slot = Some(number);
         }
         self.stats.new_frames += 1;
-        Ok(())
     }
 
     /// Hands over the frame that small chunks are gathered in.
@@ -311,6 +387,20 @@ impl LayerWriter {
     #[must_use]
     pub const fn stats(&self) -> WriteStats {
         self.stats
+    }
+}
+
+/// Threads for this option.
+fn jobs_of(option: usize) -> Result<usize> {
+    match option {
+        0 => Ok(std::thread::available_parallelism()
+            .map_or(1, usize::from)
+            .min(MAX_JOBS)),
+        jobs if jobs <= MAX_JOBS => Ok(jobs),
+        jobs => Err(StoreError::InvalidInput {
+            object: "a layer".to_owned(),
+            what: format!("{jobs} jobs are more than {MAX_JOBS}"),
+        }),
     }
 }
 

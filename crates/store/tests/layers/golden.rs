@@ -311,3 +311,27 @@ fn write_golden_store() {
     let store = LayerStore::new(open_url(root.to_str().unwrap()).unwrap());
     publish(&store, "base/golden:1", &golden_files()).unwrap();
 }
+
+#[test]
+fn profile_bytes() {
+    use layerpack_store::profile::{Profile, ProfileEntry, ProfileLayer};
+    let profile = Profile {
+        name: "run".to_owned(),
+        layers: vec![ProfileLayer {
+            layer: layerpack_store::LayerId::from_digest(Digest::from_bytes([1; 32])),
+            manifest: Digest::from_bytes([2; 32]),
+        }],
+        recordings: 3,
+        entries: vec![ProfileEntry {
+            layer: 0,
+            extent: 0x11,
+            len: 0x2222,
+            count: 2,
+            rank: 0x44,
+            time_ms: 0x555,
+        }],
+    };
+    let bytes = profile.to_bytes().unwrap();
+    assert_eq!(hex_lines(&bytes), ["4c5050524f460d0a0100000000000000",]);
+    assert_eq!(Profile::parse(&bytes).unwrap(), profile);
+}

@@ -10,6 +10,7 @@
 )]
 
 mod builders;
+mod channels;
 mod chunker;
 mod collecting;
 mod compacting;
@@ -21,9 +22,12 @@ mod healing;
 mod hostile;
 mod index_cache;
 mod publishing;
+mod queries;
 mod reading;
 mod references;
+mod seeding;
 mod signatures;
 mod support;
 mod sweeps;
+mod transfer;
 mod writers;
