@@ -32,6 +32,7 @@ mod split;
 mod tar;
 mod tar_source;
 mod upper;
+mod view;
 mod warnings;
 mod xattrs;
 
@@ -51,6 +52,7 @@ pub use options::{
 pub use owner::Owners;
 pub use pack_diff::pack_diff;
 pub use split::{LeftOver, Split, SplitReport};
+pub use view::{Change, ChangeKind, Difference, EntryKind, Find, SizeTest, View, ViewEntry};
 
 /// A path's or name's bytes for a message: control characters and what is not UTF-8 escaped, cut
 /// to a readable length.

@@ -10,7 +10,7 @@ use crate::error::{PackError, Result};
 const WINDOW: u64 = 8 << 20;
 
 /// Chunks of some layers.
-pub(super) struct Contents {
+pub(crate) struct Contents {
     store: LayerStore,
     layers: Vec<(LayerMap, Locator)>,
     /// Layer and extent that has a chunk.
@@ -23,7 +23,7 @@ pub(super) struct Contents {
 
 impl Contents {
     /// Chunks of these layers.
-    pub(super) fn new<'a>(
+    pub(crate) fn new<'a>(
         store: &LayerStore,
         manifests: impl IntoIterator<Item = &'a Manifest>,
     ) -> Result<Self> {
@@ -48,12 +48,12 @@ impl Contents {
     }
 
     /// Tells which chunk will be asked for after those told before.
-    pub(super) fn expect(&mut self, digest: Digest, len: u32) {
+    pub(crate) fn expect(&mut self, digest: Digest, len: u32) {
         self.order.push((digest, len));
     }
 
     /// The next chunk, which must be the one expected.
-    pub(super) fn get(&mut self, digest: &Digest) -> Result<&[u8]> {
+    pub(crate) fn get(&mut self, digest: &Digest) -> Result<&[u8]> {
         if !self.window.contains_key(digest) {
             self.fill()?;
         }

@@ -21,7 +21,7 @@ use tempfile::NamedTempFile;
 
 pub use self::flatten::{FlattenOptions, FlattenReport, flatten};
 
-use self::contents::Contents;
+pub(crate) use self::contents::Contents;
 use self::layer::Writing;
 use crate::error::{PackError, Result};
 use crate::merge;
