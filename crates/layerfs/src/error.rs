@@ -56,6 +56,16 @@ pub enum LayerfsError {
         /// What is wrong.
         what: String,
     },
+    /// A recording cannot begin or end.
+    #[error(
+        "recording {id}: {what}; end it with `layerpack profile record --stop`, or choose another name"
+    )]
+    Recording {
+        /// Its name.
+        id: String,
+        /// What is in the way.
+        what: String,
+    },
     /// Mounts are still in use.
     #[error("still in use: {what}; end the users first, or force it")]
     InUse {

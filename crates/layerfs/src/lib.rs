@@ -16,10 +16,12 @@ pub mod fuse;
 pub mod implicit;
 mod node;
 mod pool;
+mod record;
 mod sync;
 
 pub use error::{LayerfsError, Result};
 pub use node::{
-    LayerHandle, LayerStatus, LeaseInfo, LeaseSpec, Node, NodeConfig, NodeStatus, Stack,
-    StoreOpener, Totals,
+    LayerHandle, LayerStatus, LeaseInfo, LeaseSpec, Node, NodeConfig, NodeStatus, Recorded,
+    RecordingBegun, Stack, StoreOpener, Totals,
 };
+pub use record::Touch;

@@ -10,6 +10,7 @@ use super::flight::{Flights, Outcome};
 use super::{Fetcher, ReadError, worker};
 use crate::cache::BlobCache;
 use crate::fuse::ReplyBuf;
+use crate::record::Taps;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering, RwLock};
 
 /// Opens the store of a layer when its data is first needed.
@@ -64,6 +65,7 @@ pub struct Blob {
     pub(super) flights: Flights,
     pub(crate) counters: Counters,
     pub(super) cache_full: AtomicBool,
+    pub(crate) taps: Taps,
 }
 
 impl std::fmt::Debug for Blob {
@@ -123,6 +125,7 @@ impl Blob {
             flights: Flights::default(),
             counters: Counters::default(),
             cache_full: AtomicBool::new(false),
+            taps: Taps::default(),
         };
         let cached = blob
             .map
@@ -186,6 +189,15 @@ impl Blob {
         first..last.max(first)
     }
 
+    /// Tells recordings of a read.
+    fn touch(&self, offset: u64, end: u64) {
+        if self.taps.any() {
+            self.taps.touch(self.extents(offset, end), |i| {
+                self.map.extents().get(i).map_or(0, |e| e.len)
+            });
+        }
+    }
+
     /// End of a read of `len` bytes, cut at the end of the blob.
     fn end(&self, offset: u64, len: usize) -> u64 {
         offset
@@ -210,6 +222,7 @@ impl Blob {
         if !self.extents(offset, end).all(|i| self.cache.has(i as u64)) {
             return None;
         }
+        self.touch(offset, end);
         let wanted = usize::try_from(end - offset).unwrap_or(0);
         let result = self
             .cache
@@ -246,6 +259,7 @@ impl Blob {
         if let Some(result) = self.try_read(offset, len, buf) {
             return result;
         }
+        self.touch(offset, end);
         self.counters.reads.fetch_add(1, Ordering::Relaxed);
         self.counters.misses.fetch_add(1, Ordering::Relaxed);
         let deadline = Instant::now() + self.fetcher.config.read_timeout;

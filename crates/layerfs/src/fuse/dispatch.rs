@@ -155,6 +155,7 @@ fn open(source: &dyn BlobSource, node: u64, body: &[u8], reply: Reply) {
         Ok(mode) => {
             let how = match mode {
                 OpenMode::Cached => abi::FOPEN_KEEP_CACHE,
+                OpenMode::Fresh => 0,
                 OpenMode::Direct => abi::FOPEN_DIRECT_IO,
             };
             reply.data(

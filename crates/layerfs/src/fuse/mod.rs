@@ -43,6 +43,8 @@ pub struct BlobAttr {
 pub enum OpenMode {
     /// Through the page cache of the blob file, kept between opens.
     Cached,
+    /// Through the page cache, after dropping what earlier opens left there.
+    Fresh,
     /// Past it: only the reader above (EROFS) caches.
     Direct,
 }

@@ -20,6 +20,7 @@
 
 mod layer;
 mod lease;
+mod recording;
 mod registry;
 mod stack;
 mod status;
@@ -46,6 +47,7 @@ use crate::cache::BootId;
 use crate::error::{IoContext, LayerfsError, Result};
 use crate::fetch::Fetcher;
 use crate::fuse::Session;
+use crate::record::Recordings;
 use crate::sync::{AtomicBool, AtomicU64, Condvar, Mutex, Ordering, RwLock};
 
 use layer::{Slot, StoreRef};
@@ -53,6 +55,7 @@ use lease::Record;
 use registry::Registry;
 use store_lease::StoreLeases;
 
+pub use recording::{Recorded, RecordingBegun};
 pub use types::{
     LayerHandle, LayerStatus, LeaseInfo, LeaseSpec, NodeConfig, NodeStatus, Stack, StoreOpener,
     Totals,
@@ -83,6 +86,7 @@ pub struct Node {
     problems: Mutex<Vec<String>>,
     meta_fetched: AtomicU64,
     stopped: AtomicBool,
+    recordings: Arc<Recordings>,
     housekeeper: Housekeeper,
 }
 
@@ -118,7 +122,8 @@ impl Node {
             builder.create(&path).at("create", &path)?;
         }
         sweep::remove_temporaries(&root);
-        let registry = Arc::new(Registry::new(config.open_mode));
+        let recordings = Arc::new(Recordings::default());
+        let registry = Arc::new(Registry::new(config.open_mode, Arc::clone(&recordings)));
         let fetcher = Fetcher::new(config.fetch);
         let session = serve_blobs(&config, &root, &registry)?;
         let store_leases = StoreLeases::new(&root)?;
@@ -140,6 +145,7 @@ impl Node {
             problems: Mutex::new(problems),
             meta_fetched: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
+            recordings,
             housekeeper: Housekeeper::default(),
         });
         // From here on, dropping the node unmounts what was mounted.

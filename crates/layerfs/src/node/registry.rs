@@ -14,6 +14,7 @@ use rustix::io::Errno;
 
 use crate::fetch::Blob;
 use crate::fuse::{BlobAttr, BlobSource, OpenMode, ReplyBuf};
+use crate::record::Recordings;
 use crate::sync::{AtomicBool, AtomicU64, Ordering, RwLock};
 
 #[derive(Debug)]
@@ -47,6 +48,7 @@ struct Tables {
 #[derive(Debug)]
 pub(super) struct Registry {
     mode: OpenMode,
+    recordings: Arc<Recordings>,
     tables: RwLock<Tables>,
 }
 
@@ -60,9 +62,10 @@ fn ino_of(layer: LayerId) -> u64 {
 }
 
 impl Registry {
-    pub(super) fn new(mode: OpenMode) -> Self {
+    pub(super) fn new(mode: OpenMode, recordings: Arc<Recordings>) -> Self {
         Self {
             mode,
+            recordings,
             tables: RwLock::new(Tables::default()),
         }
     }
@@ -85,6 +88,7 @@ impl Registry {
         if let Some(entry) = tables.by_ino.get(&ino) {
             return (entry.blob.layer() == layer).then(|| Arc::clone(entry));
         }
+        blob.taps.set(self.recordings.taps(layer));
         let entry = Arc::new(Entry {
             ino,
             blob,
@@ -94,6 +98,13 @@ impl Registry {
         tables.by_ino.insert(ino, Arc::clone(&entry));
         tables.by_name.insert(layer.hex().into_bytes(), ino);
         Some(entry)
+    }
+
+    /// Has a layer's reads told to the recordings of it that run now.
+    pub(super) fn tap(&self, layer: LayerId, recordings: &Recordings) {
+        if let Some(entry) = self.get(layer) {
+            entry.blob.taps.set(recordings.taps(layer));
+        }
     }
 
     /// The layer is mounted (again).
@@ -162,7 +173,11 @@ impl BlobSource for Registry {
         let tables = self.tables.read();
         let entry = tables.by_ino.get(&ino).ok_or(Errno::STALE)?;
         entry.opens.fetch_add(1, Ordering::AcqRel);
-        Ok(self.mode)
+        // What the kernel has cached would not be seen by a recording.
+        match self.mode {
+            OpenMode::Cached if entry.blob.taps.any() => Ok(OpenMode::Fresh),
+            mode => Ok(mode),
+        }
     }
 
     fn release(&self, ino: u64) {
