@@ -26,6 +26,14 @@ pub(crate) const STACKS: &str = "/v1/stacks";
 /// `POST` [`StopRequest`]: [`Stopping`].
 pub(crate) const STOP: &str = "/v1/stop";
 
+/// `POST` [`RecordRequest`]: [`RecordBegun`].
+pub(crate) const RECORDINGS: &str = "/v1/recordings";
+
+/// The path of one recording; `DELETE`: [`Recording`].
+pub(crate) fn recording_path(id: &str) -> String {
+    format!("{RECORDINGS}/{id}")
+}
+
 /// Largest request body, in bytes.
 pub(crate) const MAX_REQUEST: usize = 1 << 20;
 /// Largest reply that the client takes, in bytes.
@@ -100,6 +108,36 @@ pub(crate) struct StackReply {
     /// Layers that the signature policy warns of, one line each.
     #[serde(default)]
     pub(crate) warnings: Vec<String>,
+}
+
+/// Asks for a recording of what is read of some layers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct RecordRequest {
+    /// Name of the recording; the rules of a lease's id.
+    pub(crate) id: String,
+    /// URL of the store, absolute.
+    pub(crate) store: String,
+    /// Manifest digests (`b3:…`), bottom first.
+    pub(crate) layers: Vec<String>,
+}
+
+/// A recording has begun.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct RecordBegun {
+    /// Layer ids of layers that were in use: what the kernel has cached of them is not seen.
+    pub(crate) warm: Vec<String>,
+}
+
+/// A recording that has ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Recording {
+    /// Layer ids, as they were given.
+    pub(crate) layers: Vec<String>,
+    /// Extents in the order of their first use: index into the layers, index into that layer's
+    /// extents, length in bytes, milliseconds since the beginning.
+    pub(crate) touches: Vec<(u32, u32, u32, u32)>,
+    /// Extents that no longer fitted.
+    pub(crate) left_out: u64,
 }
 
 /// Answer to the end of a lease.

@@ -1,8 +1,12 @@
 //! The command line: names and options follow docker, podman and restic where they have one.
 
 mod build;
+mod channels;
 mod flatten;
+mod profile;
+mod query;
 mod signing;
+mod transfer;
 mod upkeep;
 
 use std::ffi::OsString;
@@ -16,7 +20,13 @@ pub(crate) use upkeep::{GcArgs, PruneArgs, RepairArgs};
 
 pub(crate) use self::signing::{KeyArgs, KeyCommand, SignArgs, SignWithArgs};
 use crate::output::Format;
-use crate::units::{Bytes, Cpus};
+use crate::units::{Age, Bytes, Cpus};
+pub(crate) use channels::{TagArgs, UntagArgs};
+pub(crate) use profile::{
+    ProfileArgs, ProfileCommand, ProfileMergeArgs, ProfileRecordArgs, ProfileShowArgs, SeedArgs,
+};
+pub(crate) use query::{CatArgs, DiffArgs, DuArgs, FindArgs};
+pub(crate) use transfer::{CopyArgs, PullArgs, PushArgs, TransferArgs};
 
 /// Where node state lies when neither `--root` nor `LAYERPACK_ROOT` says so.
 pub(crate) const DEFAULT_ROOT: &str = "/var/lib/layerpack";
@@ -101,6 +111,28 @@ pub(crate) enum Command {
     Prune(PruneArgs),
     /// Make lost indexes and locators again
     Repair(RepairArgs),
+    /// Copy layers from the store to another
+    Push(PushArgs),
+    /// Copy layers from another store to the store
+    Pull(PullArgs),
+    /// Copy layers between two other stores
+    Copy(CopyArgs),
+    /// Show how two layers or stacks differ
+    Diff(DiffArgs),
+    /// Show what layers take up and share
+    Du(DuArgs),
+    /// Write a file of a layer or stack to standard output
+    Cat(CatArgs),
+    /// Find entries of a layer or stack by path, type and size
+    Find(FindArgs),
+    /// What environments read: record, ls, show, merge, rm
+    Profile(ProfileArgs),
+    /// Copy what profiles use of some layers to another store, within a number of bytes
+    Seed(SeedArgs),
+    /// Move a channel to a version, or list channels
+    Tag(TagArgs),
+    /// Remove channels
+    Untag(UntagArgs),
     /// Mount a stack of layers on a directory
     Mount(MountArgs),
     /// Unmount what `mount` mounted
@@ -175,6 +207,15 @@ pub(crate) struct LsArgs {
     /// Only layers of this kind: base, workspace, toolkit or diff
     #[arg(long)]
     pub(crate) kind: Option<String>,
+    /// Only layers whose name matches; * stands for anything
+    #[arg(long, value_name = "PATTERN")]
+    pub(crate) name: Option<String>,
+    /// Only layers published at most so long ago, such as 30m, 12h or 7d
+    #[arg(long, value_name = "AGE")]
+    pub(crate) since: Option<Age>,
+    /// Only layers with this label (repeatable: all of them)
+    #[arg(long, value_name = "KEY[=VALUE]")]
+    pub(crate) label: Vec<String>,
 }
 
 #[derive(Debug, Args)]
@@ -185,6 +226,9 @@ pub(crate) struct InspectArgs {
     /// List the paths that more than one layer of the stack defines
     #[arg(long)]
     pub(crate) stack: bool,
+    /// Leave out what is shared with other layers, which reads the maps of all of them
+    #[arg(long)]
+    pub(crate) no_sharing: bool,
 }
 
 #[derive(Debug, Args)]

@@ -106,6 +106,19 @@ impl Client {
         self.call::<(), _>(Method::DELETE, &api::stack_path(lease), None, PATIENT)
     }
 
+    /// Begins a recording.
+    pub(crate) fn record_begin(
+        &self,
+        request: &api::RecordRequest,
+    ) -> Result<api::RecordBegun, ClientError> {
+        self.call(Method::POST, api::RECORDINGS, Some(request), PATIENT)
+    }
+
+    /// Ends a recording.
+    pub(crate) fn record_end(&self, id: &str) -> Result<api::Recording, ClientError> {
+        self.call::<(), _>(Method::DELETE, &api::recording_path(id), None, PATIENT)
+    }
+
     /// Ends the daemon.
     pub(crate) fn stop(&self, force: bool) -> Result<api::Stopping, ClientError> {
         self.call(

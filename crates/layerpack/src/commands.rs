@@ -2,6 +2,7 @@
 //! or a [`Failure`].
 
 mod build;
+mod channels;
 mod daemon;
 mod doctor;
 mod export;
@@ -14,12 +15,16 @@ mod ls;
 mod merge;
 mod mount;
 mod pack_diff;
+mod profile;
 mod prune;
+mod query;
 mod repair;
 mod rm;
 mod run;
 mod sandbox;
+mod seed;
 mod split;
+mod transfer;
 mod umount;
 mod verify;
 mod verify_all;
@@ -30,7 +35,7 @@ use clap::Parser as _;
 
 use crate::args::{Cli, Command, DaemonCommand};
 use crate::context::Context;
-use crate::failure::Failure;
+use crate::failure::{Failure, LAUNCH_FAILED};
 use crate::logging;
 
 /// What a command comes to.
@@ -58,7 +63,14 @@ fn is_daemon(command: &Command) -> bool {
     matches!(command, Command::Daemon(d) if matches!(d.command, None | Some(DaemonCommand::Run { .. })))
 }
 
-fn dispatch(context: &Context, command: Command) -> Outcome {
+fn dispatch(context: &Context, mut command: Command) -> Outcome {
+    channels::resolve(context, &mut command).map_err(|error| {
+        let failure = Failure::from(error);
+        match command {
+            Command::Run(_) => failure.or_code(LAUNCH_FAILED),
+            _ => failure,
+        }
+    })?;
     match command {
         Command::Build(args) => build::run(context, *args),
         Command::Ls(args) => ls::run(context, &args),
@@ -70,6 +82,17 @@ fn dispatch(context: &Context, command: Command) -> Outcome {
         Command::Gc(args) => gc::run(context, &args),
         Command::Prune(args) => prune::run(context, &args),
         Command::Repair(args) => repair::run(context, &args),
+        Command::Push(args) => transfer::push(context, &args),
+        Command::Pull(args) => transfer::pull(context, &args),
+        Command::Copy(args) => transfer::copy(context, &args),
+        Command::Diff(args) => query::diff(context, &args),
+        Command::Du(args) => query::du(context, &args),
+        Command::Cat(args) => query::cat(context, &args),
+        Command::Find(args) => query::find(context, &args),
+        Command::Profile(args) => profile::run(context, args),
+        Command::Seed(args) => seed::run(context, &args),
+        Command::Tag(args) => channels::tag(context, &args),
+        Command::Untag(args) => channels::untag(context, &args),
         Command::Mount(args) => mount::run(context, args),
         Command::Umount(args) => umount::run(context, &args),
         Command::Daemon(args) => daemon::run(context, args),

@@ -36,11 +36,7 @@ impl Context {
             .with_context(|| format!("cannot resolve --root {}", global.root.display()))?;
         let store_url = match global.store.as_deref() {
             None | Some("") => default_store(&root)?,
-            Some(url) if url.contains("://") => url.to_owned(),
-            Some(path) => file_url(
-                &std::path::absolute(path)
-                    .with_context(|| format!("cannot resolve --store {path}"))?,
-            )?,
+            Some(url) => absolute_url(url)?,
         };
         let cache_dir = match &global.cache_dir {
             Some(path) if path.as_os_str().is_empty() => None,
@@ -91,6 +87,13 @@ impl Context {
             Some(dir) => store.with_index_cache(dir.join("index")),
             None => store,
         })
+    }
+
+    /// Opens another store than the one of `--store`.
+    pub(crate) fn store_at(&self, url: &str) -> anyhow::Result<LayerStore> {
+        Ok(LayerStore::new(layerpack_store::open_url(&absolute_url(
+            url,
+        )?)?))
     }
 
     /// A client of this node's daemon, which is started if it does not run.
@@ -145,6 +148,14 @@ fn default_cache(
     usable(xdg_cache_home)
         .or_else(|| usable(home).map(|home| home.join(".cache")))
         .map(|base| base.join("layerpack"))
+}
+
+/// A store's address as given on the command line: a path becomes an absolute URL.
+fn absolute_url(text: &str) -> anyhow::Result<String> {
+    if text.contains("://") {
+        return Ok(text.to_owned());
+    }
+    file_url(&std::path::absolute(text).with_context(|| format!("cannot resolve store {text:?}"))?)
 }
 
 fn default_store(root: &Path) -> anyhow::Result<String> {

@@ -99,6 +99,8 @@ fn router(server: Arc<Server>) -> Router {
         .route(api::STATUS, get(handlers::status))
         .route(api::STACKS, post(handlers::stack_up))
         .route(&api::stack_path("{lease}"), delete(handlers::release))
+        .route(api::RECORDINGS, post(handlers::record_begin))
+        .route(&api::recording_path("{id}"), delete(handlers::record_end))
         .route(api::STOP, post(handlers::stop))
         .fallback(handlers::unknown)
         .layer(DefaultBodyLimit::max(api::MAX_REQUEST))

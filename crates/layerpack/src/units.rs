@@ -98,6 +98,37 @@ impl Cpus {
     }
 }
 
+/// A length of time from the command line: `90s`, `30m`, `12h`, `7d`, `2w`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Age(pub(crate) Duration);
+
+impl FromStr for Age {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || {
+            format!(
+                "{text:?} is no length of time: write a number and s, m, h, d or w, such as 12h"
+            )
+        };
+        let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+        let unit = match text.get(digits.len()..).unwrap_or_default() {
+            "s" => 1,
+            "m" => 60,
+            "h" => 3600,
+            "d" => 86_400,
+            "w" => 604_800,
+            _ => return Err(wrong()),
+        };
+        if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
+            return Err(wrong());
+        }
+        let number: u64 = digits.parse().map_err(|_| wrong())?;
+        let seconds = number.checked_mul(unit).ok_or_else(wrong)?;
+        Ok(Self(Duration::from_secs(seconds)))
+    }
+}
+
 /// Splits a plain decimal into its whole part and thousandths; more digits are cut off.
 fn decimal(text: &str) -> Option<(u64, u16)> {
     let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));
@@ -191,6 +222,15 @@ mod tests {
         assert_eq!("0.25".parse(), Ok(Cpus { milli: 250 }));
         for text in ["0", "0.001", "-1", "one", "1.", ".5"] {
             assert!(text.parse::<Cpus>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn ages_have_a_unit() {
+        assert_eq!("12h".parse(), Ok(Age(Duration::from_secs(43_200))));
+        assert_eq!("0s".parse(), Ok(Age(Duration::ZERO)));
+        for text in ["", "h", "12", "-1h", "1.5h", "1y", "99999999999999999999w"] {
+            assert!(text.parse::<Age>().is_err(), "{text}");
         }
     }
 

@@ -37,6 +37,22 @@ fn every_command_has_help() {
         &["sandbox", "ls"],
         &["sandbox", "rm"],
         &["pack-diff"],
+        &["push"],
+        &["pull"],
+        &["copy"],
+        &["tag"],
+        &["untag"],
+        &["diff"],
+        &["du"],
+        &["cat"],
+        &["find"],
+        &["seed"],
+        &["profile"],
+        &["profile", "record"],
+        &["profile", "ls"],
+        &["profile", "show"],
+        &["profile", "merge"],
+        &["profile", "rm"],
     ] {
         let help = node.ok(command.iter().copied().chain(["--help"]));
         assert!(help.contains("Usage: layerpack"), "{command:?}: {help}");

@@ -8,7 +8,8 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use layerpack_erofs::Image;
-use layerpack_store::{Digest, LayerStore, Manifest};
+use layerpack_store::query::shared_with;
+use layerpack_store::{Digest, LayerStore, Manifest, Reference};
 use serde::Serialize;
 
 use super::Outcome;
@@ -28,6 +29,26 @@ struct Shown {
     /// Whose good signatures the store holds.
     signers: Vec<String>,
     manifest: Manifest,
+    /// What it takes up, and shares with each other layer, most first.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sharing: Option<Sharing>,
+}
+
+/// Different chunks of a layer. Sizes in bytes.
+#[derive(Debug, Serialize)]
+struct Sharing {
+    chunks: u64,
+    raw_bytes: u64,
+    /// Their part of the frames that they lie in.
+    stored_bytes: u64,
+    with: Vec<SharedWith>,
+}
+
+#[derive(Debug, Serialize)]
+struct SharedWith {
+    reference: String,
+    chunks: u64,
+    raw_bytes: u64,
 }
 
 /// A stack in `-o json`.
@@ -38,27 +59,42 @@ struct Stack {
     conflicts: Vec<Conflict>,
 }
 
+/// Layers that share something, in text.
+const SHOWN: usize = 8;
+
 pub(super) fn run(context: &Context, args: &InspectArgs) -> Outcome {
     let store = context.store()?;
     if args.stack {
         show_stack(context, &store, &args.refs)?;
     } else {
-        show_layers(context, &store, &args.refs)?;
+        show_layers(context, &store, args)?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn show_layers(context: &Context, store: &LayerStore, references: &[String]) -> anyhow::Result<()> {
-    let mut shown = Vec::with_capacity(references.len());
-    for text in references {
+fn show_layers(context: &Context, store: &LayerStore, args: &InspectArgs) -> anyhow::Result<()> {
+    let mut shown = Vec::with_capacity(args.refs.len());
+    for text in &args.refs {
         let reference = parse_reference(text)?;
         let (digest, manifest) = store.load(&reference)?;
+        // A layer whose map is damaged can still be shown: `verify` tells the damage.
+        let sharing = match args.no_sharing {
+            true => None,
+            false => sharing(store, &reference, &manifest)
+                .map_err(|error| {
+                    if context.says_warnings() {
+                        warning(&format!("what {reference} shares is not known: {error:#}"));
+                    }
+                })
+                .ok(),
+        };
         shown.push(Shown {
             reference: reference.to_string(),
             digest: digest.to_string(),
             layer_id: manifest.layer_id().to_string(),
             signers: signers(context, store, &digest),
             manifest,
+            sharing,
         });
     }
     print(context.format, &shown, |out| {
@@ -97,6 +133,27 @@ fn signers(context: &Context, store: &LayerStore, manifest: &Digest) -> Vec<Stri
         .collect()
 }
 
+fn sharing(
+    store: &LayerStore,
+    reference: &Reference,
+    manifest: &Manifest,
+) -> anyhow::Result<Sharing> {
+    let (all, with) = shared_with(store, reference, manifest)?;
+    Ok(Sharing {
+        chunks: all.chunks,
+        raw_bytes: all.raw_bytes,
+        stored_bytes: all.stored_bytes,
+        with: with
+            .into_iter()
+            .map(|s| SharedWith {
+                reference: s.reference.to_string(),
+                chunks: s.amount.chunks,
+                raw_bytes: s.amount.raw_bytes,
+            })
+            .collect(),
+    })
+}
+
 fn describe(out: &mut dyn Write, layer: &Shown) -> io::Result<()> {
     let manifest = &layer.manifest;
     let counts = &manifest.counts;
@@ -132,6 +189,28 @@ fn describe(out: &mut dyn Write, layer: &Shown) -> io::Result<()> {
         format!("{} {}", manifest.map.digest, human_bytes(manifest.map.size)),
     )?;
     line("data", human_bytes(manifest.data_size))?;
+    if let Some(sharing) = &layer.sharing {
+        line(
+            "chunks",
+            format!(
+                "{}, {}, {} stored",
+                sharing.chunks,
+                human_bytes(sharing.raw_bytes),
+                human_bytes(sharing.stored_bytes)
+            ),
+        )?;
+        for with in sharing.with.iter().take(SHOWN) {
+            let shared = human_bytes(with.raw_bytes);
+            let text = format!("{} chunks, {shared} with {}", with.chunks, with.reference);
+            line("shares", text)?;
+        }
+        if let Some(more) = sharing.with.len().checked_sub(SHOWN).filter(|n| *n > 0) {
+            line(
+                "shares",
+                format!("with {more} more layers (-o json has all)"),
+            )?;
+        }
+    }
     for parent in &manifest.parents {
         let name = parent
             .reference

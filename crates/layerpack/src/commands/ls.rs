@@ -1,9 +1,12 @@
 //! `layerpack ls`: the store's layers.
 
+use std::collections::BTreeMap;
 use std::process::ExitCode;
+use std::time::UNIX_EPOCH;
 
 use anyhow::Context as _;
-use layerpack_store::Kind;
+use layerpack_store::transfer::matches;
+use layerpack_store::{Kind, Manifest};
 use serde::Serialize;
 
 use super::Outcome;
@@ -21,6 +24,17 @@ struct Row {
     size: u64,
     files: u64,
     platform: String,
+    labels: BTreeMap<String, String>,
+    /// Seconds since 1970 by the store's clock, if it says.
+    published: Option<u64>,
+}
+
+/// Whether the layer has all of these labels: `KEY` with any value, or `KEY=VALUE`.
+fn has_labels(manifest: &Manifest, wanted: &[String]) -> bool {
+    wanted.iter().all(|text| match text.split_once('=') {
+        Some((key, value)) => manifest.labels.get(key).is_some_and(|v| v == value),
+        None => manifest.labels.contains_key(text),
+    })
 }
 
 pub(super) fn run(context: &Context, args: &LsArgs) -> Outcome {
@@ -30,19 +44,35 @@ pub(super) fn run(context: &Context, args: &LsArgs) -> Outcome {
     let mut unreadable = Vec::new();
     for entry in store.entries()? {
         let reference = entry.reference;
-        if kind.is_some_and(|kind| kind != reference.kind) {
+        // What the store does not date is shown: it may be as young.
+        let age = entry.modified.and_then(|time| time.elapsed().ok());
+        if args
+            .since
+            .zip(age)
+            .is_some_and(|(limit, age)| age > limit.0)
+        {
+            continue;
+        }
+        let named = |pattern: &String| matches(pattern, reference.name.as_str());
+        if kind.is_some_and(|kind| kind != reference.kind) || !args.name.iter().all(named) {
             continue;
         }
         match entry
             .manifest
             .and_then(|digest| Ok((digest, store.manifest(&digest)?)))
         {
+            Ok((_, manifest)) if !has_labels(&manifest, &args.label) => {}
             Ok((digest, manifest)) => rows.push(Row {
                 reference: reference.to_string(),
                 digest: digest.to_string(),
                 size: manifest.counts.bytes,
                 files: manifest.counts.files,
                 platform: manifest.platform,
+                labels: manifest.labels,
+                published: entry
+                    .modified
+                    .and_then(|time| time.duration_since(UNIX_EPOCH).ok())
+                    .map(|d| d.as_secs()),
             }),
             // One bad layer must not hide the others.
             Err(error) => unreadable

@@ -28,6 +28,8 @@ struct Verified {
     stored_bytes: u64,
     /// Bytes of file contents that were checked.
     raw_bytes: u64,
+    /// Frames that are elsewhere, since the store has only a part of the layer.
+    absent_frames: u64,
     damage: Vec<Damaged>,
     /// What is wrong around the layer, without harm to it.
     warnings: Vec<String>,
@@ -72,11 +74,15 @@ pub(super) fn run(context: &Context, args: &VerifyArgs) -> Outcome {
         for layer in verified.iter().filter(|layer| layer.damage.is_empty()) {
             writeln!(
                 out,
-                "{} is good: {} chunks, {} ({} stored)",
+                "{} is good: {} chunks, {} ({} stored){}",
                 layer.reference,
                 layer.chunks,
                 human_bytes(layer.raw_bytes),
-                human_bytes(layer.stored_bytes)
+                human_bytes(layer.stored_bytes),
+                match layer.absent_frames {
+                    0 => String::new(),
+                    n => format!("; {n} frames are not in this store, which has only a part"),
+                }
             )?;
         }
         Ok(())
@@ -173,6 +179,7 @@ impl From<VerifyReport> for Verified {
             chunks: report.chunks,
             stored_bytes: report.stored_bytes,
             raw_bytes: report.raw_bytes,
+            absent_frames: report.absent_frames,
             damage: report.damaged.into_iter().map(Damaged::from).collect(),
             warnings: report.warnings,
         }

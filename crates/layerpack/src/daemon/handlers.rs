@@ -116,7 +116,8 @@ impl From<LayerfsError> for Refusal {
             LayerfsError::InvalidLease { .. } | LayerfsError::Stack { .. } => {
                 StatusCode::BAD_REQUEST
             }
-            LayerfsError::LeaseTaken { .. }
+            LayerfsError::Recording { .. }
+            | LayerfsError::LeaseTaken { .. }
             | LayerfsError::InUse { .. }
             | LayerfsError::Stopped { .. } => StatusCode::CONFLICT,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
@@ -198,6 +199,51 @@ pub(super) async fn release(
         Ok(()) => Ok(api::Released { released: true }),
         Err(LayerfsError::UnknownLease { .. }) => Ok(api::Released { released: false }),
         Err(error) => Err(error.into()),
+    })
+    .await
+}
+
+pub(super) async fn record_begin(
+    State(server): State<Arc<Server>>,
+    body: Result<Json<api::RecordRequest>, JsonRejection>,
+) -> Reply<api::RecordBegun> {
+    let request = parsed(body)?;
+    blocking(move || {
+        if request.layers.is_empty() || !api::valid_lease(&request.id) {
+            return Err(Refusal::bad_request(
+                "a recording needs a name of 1 to 64 letters, digits, '-', '_' or '.', and at least one layer".to_owned(),
+            ));
+        }
+        let layers = request
+            .layers
+            .iter()
+            .map(|text| text.parse::<Digest>())
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(|e| Refusal::new(StatusCode::BAD_REQUEST, e))?;
+        let store = server.store(&request.store)?;
+        let begun = server.node.record_begin(&request.id, &store, &layers)?;
+        Ok(api::RecordBegun {
+            warm: begun.warm.iter().map(ToString::to_string).collect(),
+        })
+    })
+    .await
+}
+
+pub(super) async fn record_end(
+    State(server): State<Arc<Server>>,
+    Path(id): Path<String>,
+) -> Reply<api::Recording> {
+    blocking(move || {
+        let recorded = server.node.record_end(&id)?;
+        Ok(api::Recording {
+            layers: recorded.layers.iter().map(ToString::to_string).collect(),
+            touches: recorded
+                .touches
+                .iter()
+                .map(|t| (t.layer, t.extent, t.len, t.time_ms))
+                .collect(),
+            left_out: recorded.left_out,
+        })
     })
     .await
 }

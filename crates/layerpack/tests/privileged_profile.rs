@@ -1,0 +1,158 @@
+//! Profiles of what sandboxes and mounts read, and stores that are seeded with it.
+
+#![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "tests")]
+
+mod support;
+
+use layerpack_fixtures::rng::Rng;
+use layerpack_fixtures::{MountGuard, is_root, skip};
+use serde_json::Value;
+use support::{Node, describe};
+
+/// A system and, above it, a workspace of which only a small part is read.
+fn layers(label: &str) -> Node {
+    let node = Node::new(label);
+    let system = node.scratch.mkdir("system").unwrap();
+    support::rootfs::make(&system);
+    node.build("base/system:1", &system, &[]);
+    let work = node.scratch.mkdir("work/srv").unwrap();
+    for name in ["used", "unused"] {
+        let bytes = Rng::new(name.len() as u64).bytes(3 << 20);
+        node.scratch
+            .write(format!("work/srv/{name}"), bytes)
+            .unwrap();
+    }
+    node.build("workspace/w:1", work.parent().unwrap(), &[]);
+    node
+}
+
+const STACK: [&str; 2] = ["base/system:1", "workspace/w:1"];
+
+fn record(node: &Node, name: &str, file: &str) -> Value {
+    let path = format!("/srv/{file}");
+    let mut command = node.command();
+    command.args(["-o", "json", "profile", "record", "--store-as", name]);
+    let output = command
+        .args(STACK)
+        .args(["--", "cat", &path])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", describe(&output));
+    assert!(output.stdout == fs_err::read(node.scratch.join(format!("work{path}"))).unwrap());
+    let line = String::from_utf8(output.stderr).unwrap();
+    serde_json::from_str(line.lines().last().unwrap()).unwrap()
+}
+
+#[test]
+fn privileged_what_a_command_reads_is_recorded_and_seeded() {
+    if !is_root() {
+        skip!("needs root for sandboxes");
+    }
+    let node = layers("profile");
+    let first = record(&node, "first", "used");
+    let workspace = &first["layers"][1];
+    assert_eq!(workspace["reference"], "workspace/w:1");
+    let read = workspace["bytes"].as_u64().unwrap();
+    assert!((3 << 20..5 << 20).contains(&read), "{first}");
+    assert!(first["layers"][0]["bytes"].as_u64().unwrap() > 0, "{first}");
+    // A second recording finds the same although the node has it all cached by now.
+    let second = record(&node, "second", "used");
+    assert!(
+        second["layers"][1]["bytes"].as_u64().unwrap() >= 3 << 20,
+        "{second}"
+    );
+    let merged = node.json(["profile", "merge", "first", "second", "--store-as", "both"]);
+    assert_eq!(merged["recordings"], 2);
+    assert_eq!(node.json(["profile", "ls"]).as_array().unwrap().len(), 3);
+    let shown = node.json(["profile", "show", "both"]);
+    let entries = shown[0]["entries"].as_array().unwrap();
+    assert_eq!(entries.len() as u64, shown[0]["extents"].as_u64().unwrap());
+    node.ok(["profile", "rm", "second"]);
+    assert!(
+        node.fails(1, ["profile", "show", "second"])
+            .contains("second")
+    );
+
+    // Another site, with what was read; the sandbox works there.
+    let site = node.scratch.join("site").display().to_string();
+    let arguments = [
+        "seed",
+        "--profile",
+        "both",
+        "--max-bytes",
+        "1g",
+        "--to",
+        &site,
+    ];
+    let [seed, flag, profile, limit, bytes, to, url] = arguments;
+    let dry = node.json([seed, flag, profile, limit, bytes, to, url, "--dry-run"]);
+    assert_eq!(dry["covered_environments"], 1);
+    assert!(!std::path::Path::new(&site).join("refs").exists());
+    let seeded = node.json(arguments);
+    assert_eq!(seeded["layers"], dry["layers"]);
+    assert!(
+        seeded["layers"][1]["bytes"].as_u64().unwrap() + (2 << 20)
+            < seeded["layers"][1]["all_bytes"].as_u64().unwrap(),
+        "{seeded}"
+    );
+    let other = Node::new("profile-site");
+    let run = |store: &str, file: &str| {
+        let mut command = other.command();
+        command.args(["--store", store, "run", "--rm"]).args(STACK);
+        command.args(["--", "cat", &format!("/srv/{file}")]);
+        command.output().unwrap()
+    };
+    let used = run(&site, "used");
+    assert!(used.status.success(), "{}", describe(&used));
+    assert!(used.stdout == fs_err::read(node.scratch.join("work/srv/used")).unwrap());
+    // What was not seeded is an error, not zeros; with the origin as a mirror it is there.
+    let unused = run(&site, "unused");
+    assert!(!unused.status.success());
+    let text = other.ok(["--store", &site, "verify", "workspace/w:1"]);
+    assert!(text.contains("only a part"), "{text}");
+    let error = one_line(
+        &other,
+        &["--store", &site, "cat", "workspace/w:1", "srv/unused"],
+    );
+    assert!(error.contains("has only a part"), "{error}");
+    other.ok(["daemon", "stop", "--force"]);
+    let both = format!("file://{site},file://{}", node.store().display());
+    let unused = run(&both, "unused");
+    assert!(unused.status.success(), "{}", describe(&unused));
+    assert!(unused.stdout == fs_err::read(node.scratch.join("work/srv/unused")).unwrap());
+}
+
+fn one_line(node: &Node, arguments: &[&str]) -> String {
+    let output = node.run(arguments);
+    assert_eq!(output.status.code(), Some(1), "{}", describe(&output));
+    String::from_utf8(output.stderr).unwrap()
+}
+
+#[test]
+fn privileged_a_mount_is_recorded() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = layers("profile-mount");
+    let point = node.scratch.mkdir("mnt").unwrap();
+    let at = point.display().to_string();
+    let error = node.fails(1, ["profile", "record", "--start", &at]);
+    assert!(error.contains("mounted"), "{error}");
+    node.ok(["mount", "base/system:1", "workspace/w:1", &at]);
+    let guard = MountGuard::new(&point);
+    let output = node.run(["profile", "record", "--start", &at]);
+    assert!(output.status.success(), "{}", describe(&output));
+    assert!(
+        String::from_utf8_lossy(&output.stderr).contains("in use"),
+        "{}",
+        describe(&output)
+    );
+    node.fails(1, ["profile", "record", "--start", &at]);
+    assert_eq!(fs_err::read(point.join("srv/used")).unwrap().len(), 3 << 20);
+    node.ok(["profile", "record", "--stop", &at, "--store-as", "m"]);
+    node.fails(1, ["profile", "record", "--stop", &at]);
+    let shown = node.json(["profile", "show", "m"]);
+    assert!(shown[0]["layers"][1]["bytes"].as_u64().unwrap() >= 3 << 20);
+    node.ok(["umount", &at]);
+    drop(guard);
+}
