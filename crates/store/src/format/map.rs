@@ -7,11 +7,14 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::{Prelude, header_crc, split, split_slice};
-use crate::digest::Digest;
+use crate::digest::{Digest, Hasher};
 use crate::error::FormatError;
+use crate::manifest::Blob;
 
 const NAME: &str = "LPMAP";
 const MAGIC: [u8; 8] = *b"LPMAP\0\r\n";
+/// Extents or paths encoded at a time.
+const PIECE: usize = 1024;
 
 /// Block size of the data address space in bytes.
 pub const BLOCK: u64 = 4096;
@@ -142,37 +145,77 @@ impl LayerMap {
     /// The map's raw bytes: the same for the same map.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        let _: Result<(), std::convert::Infallible> = self.emit(&mut |piece| {
+            bytes.extend_from_slice(piece);
+            Ok(())
+        });
+        bytes
+    }
+
+    /// Digest and size of the raw bytes.
+    #[must_use]
+    pub fn blob(&self) -> Blob {
+        let mut hasher = Hasher::new();
+        let mut size = 0;
+        let _: Result<(), std::convert::Infallible> = self.emit(&mut |piece| {
+            hasher.update(piece);
+            size += piece.len() as u64;
+            Ok(())
+        });
+        Blob {
+            digest: hasher.finish(),
+            size,
+        }
+    }
+
+    /// The raw bytes piece by piece.
+    pub(crate) fn emit<E>(&self, out: &mut dyn FnMut(&[u8]) -> Result<(), E>) -> Result<(), E> {
+        let mut body_crc = 0;
+        let _: Result<(), std::convert::Infallible> = self.emit_body(&mut |piece| {
+            body_crc = crc32c::crc32c_append(body_crc, piece);
+            Ok(())
+        });
         let implicit_bytes: usize = self.implicit.iter().map(|p| 2 + p.len()).sum();
-        let mut body =
-            Vec::with_capacity(self.extents.len() * size_of::<WireExtent>() + implicit_bytes);
-        for e in &self.extents {
-            let wire = WireExtent {
-                data_offset: e.data_offset.into(),
-                len: e.len.into(),
-                flags: U32::new(0),
-                digest: e.digest,
-            };
-            body.extend_from_slice(wire.as_bytes());
-        }
-        for path in &self.implicit {
-            let len = u16::try_from(path.len()).unwrap_or(u16::MAX); // checked by the builder
-            body.extend_from_slice(&len.to_le_bytes());
-            body.extend_from_slice(path);
-        }
         let mut header = Header {
             prelude: Prelude::new(MAGIC),
             data_size: self.data_size.into(),
             extent_count: (self.extents.len() as u64).into(),
             implicit_count: (self.implicit.len() as u64).into(),
             implicit_bytes: (implicit_bytes as u64).into(),
-            body_crc: crc32c::crc32c(&body).into(),
+            body_crc: body_crc.into(),
             crc: U32::new(0),
         };
         header.crc = header_crc(&header).into();
-        let mut bytes = Vec::with_capacity(size_of::<Header>() + body.len());
-        bytes.extend_from_slice(header.as_bytes());
-        bytes.append(&mut body);
-        bytes
+        out(header.as_bytes())?;
+        self.emit_body(out)
+    }
+
+    fn emit_body<E>(&self, out: &mut dyn FnMut(&[u8]) -> Result<(), E>) -> Result<(), E> {
+        let mut piece = Vec::with_capacity(PIECE * size_of::<WireExtent>());
+        for extents in self.extents.chunks(PIECE) {
+            piece.clear();
+            for e in extents {
+                let wire = WireExtent {
+                    data_offset: e.data_offset.into(),
+                    len: e.len.into(),
+                    flags: U32::new(0),
+                    digest: e.digest,
+                };
+                piece.extend_from_slice(wire.as_bytes());
+            }
+            out(&piece)?;
+        }
+        for paths in self.implicit.chunks(PIECE) {
+            piece.clear();
+            for path in paths {
+                let len = u16::try_from(path.len()).unwrap_or(u16::MAX); // checked by the builder
+                piece.extend_from_slice(&len.to_le_bytes());
+                piece.extend_from_slice(path);
+            }
+            out(&piece)?;
+        }
+        Ok(())
     }
 
     /// Size of the data address space in bytes, a multiple of 4096.

@@ -47,7 +47,7 @@ pub(super) struct IndexSet {
     tables: HashMap<u32, Option<Arc<PackTable>>>,
     /// Tables in memory, oldest first.
     loaded: VecDeque<u32>,
-    frames: FrameCheck,
+    pub(super) frames: FrameCheck,
     warnings: Vec<String>,
 }
 

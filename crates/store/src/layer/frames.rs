@@ -1,5 +1,5 @@
 //! Whether frames of the store are what their pack's table says, before a new layer relies on
-//! them: each is read once and its digest compared. A layer that was published before uses the
+//! them: each is read once and its digest compared, unless this machine did so lately (`trust`). A layer that was published before uses the
 //! frames of a pack in order, so reads that go forward grow and take the frames that follow along;
 //! a single hit costs a single frame.
 
@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use super::LayerStore;
 use super::read::{MAX_GAP, MAX_REQUEST};
+use super::trust::Trust;
 use crate::digest::Digest;
 use crate::error::{Result, StoreError};
 use crate::format::index::IndexPack;
@@ -40,6 +41,8 @@ pub(super) struct FrameCheck {
     /// By pack and offset.
     bad: BTreeMap<(u32, u64), Bad>,
     ahead: HashMap<u32, Ahead>,
+    /// What this machine remembers of earlier builds.
+    pub(super) trust: Option<Trust>,
 }
 
 /// Damaged, gone, or a place of the disk that cannot be read: not to be used, but no reason to
@@ -72,6 +75,10 @@ impl FrameCheck {
         if let Some(&sound) = self.checked.get(&(number, first.offset)) {
             return Ok(sound);
         }
+        if self.is_trusted(store, number, pack, table, frame)? {
+            self.checked.insert((number, first.offset), true);
+            return Ok(true);
+        }
         let window = self.window(number, first.offset);
         let count = rest
             .iter()
@@ -98,12 +105,16 @@ impl FrameCheck {
                 *ahead = Ahead { end, window };
             }
         }
-        for frame in run {
+        let numbers = usize::try_from(frame).unwrap_or(usize::MAX)..;
+        for (index, frame) in numbers.zip(run) {
             let start = usize::try_from(frame.offset - first.offset).unwrap_or(usize::MAX);
             let len = usize::try_from(frame.stored_len).unwrap_or(usize::MAX);
             let stored = bytes.get(start..start.saturating_add(len));
             let digest = Digest::of(stored.unwrap_or_default());
             let result = if digest == frame.digest {
+                if let Some(trust) = &mut self.trust {
+                    trust.note(&pack.id, index);
+                }
                 Ok(())
             } else {
                 Err(format!(
@@ -118,6 +129,49 @@ impl FrameCheck {
             .get(&(number, first.offset))
             .copied()
             .unwrap_or(false))
+    }
+
+    /// Whether the frame was verified or written by this machine lately; see [`Trust`].
+    fn is_trusted(
+        &mut self,
+        store: &LayerStore,
+        number: u32,
+        pack: &IndexPack,
+        table: &PackTable,
+        frame: u32,
+    ) -> Result<bool> {
+        let Some(trust) = &mut self.trust else {
+            return Ok(false);
+        };
+        if let Some(sample) = trust.sample(store.blobs().as_ref(), &pack.id) {
+            let mut sound = true;
+            for index in sample {
+                let Some(frame) = table.frames.get(index) else {
+                    sound = false;
+                    break;
+                };
+                let result = match self.fetch(store, pack, std::slice::from_ref(frame)) {
+                    Ok(bytes) if Digest::of(&bytes) == frame.digest => Ok(()),
+                    Ok(bytes) => Err(format!(
+                        "the digest of this frame is {}, not {}",
+                        Digest::of(&bytes),
+                        frame.digest
+                    )),
+                    Err(error) if is_unusable(&error) => Err(with_source(&error)),
+                    Err(error) => return Err(error),
+                };
+                sound &= result.is_ok();
+                self.note(number, pack, frame, result);
+            }
+            if let Some(trust) = &mut self.trust {
+                trust.judge(&pack.id, sound);
+            }
+        }
+        let index = usize::try_from(frame).unwrap_or(usize::MAX);
+        Ok(self
+            .trust
+            .as_ref()
+            .is_some_and(|trust| trust.covers(&pack.id, index)))
     }
 
     /// Bytes to read from `offset`; a frame is read whole in any case.

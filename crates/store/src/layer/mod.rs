@@ -10,6 +10,7 @@ mod pipeline;
 mod publish;
 mod read;
 pub(crate) mod repack;
+mod trust;
 mod verify;
 mod writer;
 

@@ -122,7 +122,7 @@ impl LayerWriter {
         let Self {
             store,
             options,
-            index,
+            mut index,
             known,
             stored,
             tickets,
@@ -134,6 +134,13 @@ impl LayerWriter {
         stats.new_packs += packs.len() as u64;
         stats.new_bytes += packs.iter().map(|p| p.size).sum::<u64>();
         stats.new_bytes += store.put_index(&packs)?;
+        if let Some(trust) = &mut index.frames.trust {
+            for pack in &packs {
+                let frames = pack.table.frames.len();
+                trust.wrote(store.blobs().as_ref(), &pack.id, frames);
+            }
+            trust.save();
+        }
         let written = packs
             .iter()
             .flat_map(|p| {
@@ -308,6 +315,9 @@ impl Sealed {
         }
         let mut warnings = std::mem::take(&mut self.warnings);
         warnings.extend(self.index.take_warnings());
+        if let Some(trust) = &mut self.index.frames.trust {
+            trust.save();
+        }
         let places = Places {
             known: &self.known,
             stored: &self.stored,

@@ -25,6 +25,7 @@ mod publishing;
 mod queries;
 mod reading;
 mod references;
+mod remembered;
 mod seeding;
 mod signatures;
 mod support;
