@@ -1,8 +1,11 @@
 //! Builds a layer from a source and publishes it.
 
+use std::path::Path;
+
 use layerpack_erofs::NodeId;
 use layerpack_store::{Kind, LayerStore, LayerWriter, WriterOptions};
 
+use crate::cache::Place;
 use crate::dir::DirSource;
 use crate::dir_view::Plain;
 use crate::error::{PackError, Result};
@@ -216,6 +219,8 @@ fn read(
     let mut writer = store.writer(WriterOptions {
         level: options.level,
         jobs: options.jobs,
+        verified_cache: options.cache.clone(),
+        verify_all: options.fresh,
         ..WriterOptions::default()
     })?;
     match &options.source {
@@ -226,6 +231,7 @@ fn read(
                 owners: &filter.owners,
             };
             let mut source = DirSource::open(path, &view, filter, options.limits, progress)?;
+            source.cached(cache_place(options, path), options.fresh);
             source.scan(layer, start, defines_root)?;
             progress.phase("read");
             source.store(layer, &mut writer, git)?;
@@ -256,6 +262,17 @@ fn read(
         }
     }
     Ok(writer)
+}
+
+/// The build cache of a directory. Chunks come from bytes and the chunker alone; what is left out
+/// decides which files there are, so builds that differ in that do not share a cache.
+fn cache_place(options: &BuildOptions, path: &Path) -> Option<Place> {
+    let chunker = WriterOptions::default().chunker.to_string();
+    let mut rules = vec![layout::RULES.as_bytes(), chunker.as_bytes()];
+    rules.extend(options.includes.iter().map(String::as_bytes));
+    rules.push(b"excludes");
+    rules.extend(options.excludes.iter().map(String::as_bytes));
+    Place::new(options.cache.as_deref()?, path, &rules)
 }
 
 /// The directory that the source's root becomes; those on the way to it are implicit.

@@ -4,7 +4,9 @@
 //! of a layer are one range, then all others; each group in directory order: the files of a
 //! directory by name, then its directories by name. Equal contents share an address.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::io;
 
 use layerpack_erofs::{
     BLOCK_SIZE, BlockIndex, FileData, FileLayout, NodeId, NodeKind, WriteOptions, plan_sparse,
@@ -15,14 +17,14 @@ use layerpack_store::{
     Counts, Digest, Draft, Extent, Hasher, LayerMap, MapBuilder, Reference, StoreError,
 };
 
-use crate::content::Content;
+use crate::content::{Content, Piece};
 use crate::error::{PackError, Result};
 use crate::model::Layer;
 use crate::options::EntryCounts;
 
 /// Version of everything that decides a layer's bytes besides the formats: what is a hole, the
 /// order of addresses, metadata of implicit directories. A change of any is a new number.
-const RULES: &str = "1";
+pub(crate) const RULES: &str = "1";
 /// Name of every image's filesystem.
 const VOLUME: [u8; 16] = *b"layerpack\0\0\0\0\0\0\0";
 
@@ -37,7 +39,7 @@ pub(crate) struct Finished {
 }
 
 /// Gives all contents their addresses.
-fn place_files(layer: &mut Layer) -> Result<(Addresses, EntryCounts)> {
+fn place_files(layer: &mut Layer, contents: Contents) -> Result<(Addresses, EntryCounts)> {
     let (files, counts) = survey(layer);
     layer.mark_whiteouts();
     let mut addresses = Addresses::default();
@@ -52,6 +54,9 @@ fn place_files(layer: &mut Layer) -> Result<(Addresses, EntryCounts)> {
         };
         let layout = addresses.place(content)?;
         let size = content.size;
+        if contents == Contents::Drop {
+            layer.drop_content(id); // the extents say the same
+        }
         layer.tree.node_mut(id).kind = NodeKind::File(FileData { size, layout });
     }
     Ok((addresses, counts))
@@ -71,7 +76,7 @@ pub(crate) struct Standalone {
 
 /// Lays out `layer` as one image for use without us.
 pub(crate) fn standalone(mut layer: Layer) -> Result<Standalone> {
-    let (addresses, counts) = place_files(&mut layer)?;
+    let (addresses, counts) = place_files(&mut layer, Contents::Drop)?;
     let mut options = WriteOptions {
         data_blocks: addresses.next,
         data_follows: true,
@@ -108,8 +113,9 @@ pub(crate) fn standalone(mut layer: Layer) -> Result<Standalone> {
 
 /// Lays out `layer`. Its whiteouts must be settled.
 pub(crate) fn finish(mut layer: Layer, reference: Reference) -> Result<Finished> {
-    let (meta, map, counts) = arrange(&mut layer)?;
-    let meta_bytes = meta.len() as u64;
+    let mut meta = Vec::new();
+    let (meta_bytes, map, counts) = arrange(&mut layer, Contents::Drop, &mut meta)?;
+    drop(layer);
     let mut draft = Draft::new(reference, meta, map);
     draft.counts = Counts {
         files: counts.files,
@@ -132,15 +138,29 @@ pub(crate) fn finish(mut layer: Layer, reference: Reference) -> Result<Finished>
 /// The metadata image that [`finish`] will make, as long as nothing but the contents of files
 /// changes, and neither their sizes nor their holes do.
 pub(crate) fn image(layer: &mut Layer) -> Result<Vec<u8>> {
-    Ok(arrange(layer)?.0)
+    let mut meta = Vec::new();
+    arrange(layer, Contents::Keep, &mut meta)?;
+    Ok(meta)
 }
 
-/// Gives all contents their addresses and writes metadata and map.
-fn arrange(layer: &mut Layer) -> Result<(Vec<u8>, LayerMap, EntryCounts)> {
-    let (addresses, counts) = place_files(layer)?;
+/// Whether a layer's contents are needed after they have their addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Contents {
+    Keep,
+    Drop,
+}
+
+/// Gives all contents their addresses; writes the metadata image, whose size comes back, and makes
+/// the map.
+fn arrange(
+    layer: &mut Layer,
+    contents: Contents,
+    meta: &mut dyn io::Write,
+) -> Result<(u64, LayerMap, EntryCounts)> {
+    let (addresses, counts) = place_files(layer, contents)?;
     let data_blocks = addresses.next;
     let map = addresses.map(layer.implicit_paths())?;
-    let map_digest = Digest::of(&map.to_bytes());
+    let map_digest = map.blob().digest;
     let options = WriteOptions {
         data_blocks,
         device_tag: device_tag(&map_digest),
@@ -148,9 +168,8 @@ fn arrange(layer: &mut Layer) -> Result<(Vec<u8>, LayerMap, EntryCounts)> {
         // Neither name nor clock: the tree's own.
         ..WriteOptions::default()
     };
-    let mut meta = Vec::new();
-    write_image(&layer.tree, &options, &mut meta)?;
-    Ok((meta, map, counts))
+    let info = write_image(&layer.tree, &options, meta)?;
+    Ok((info.bytes, map, counts))
 }
 
 /// All files that have bytes, in directory order, and what there is.
@@ -198,20 +217,24 @@ fn survey(layer: &Layer) -> (Vec<NodeId>, EntryCounts) {
 struct Addresses {
     /// First block that is free.
     next: u64,
+    /// Files of one chunk without holes, most of all files: by that chunk's digest.
+    whole: HashMap<Digest, BlockIndex>,
+    /// All others, by [`Content::identity`].
     known: HashMap<Digest, FileLayout>,
     extents: Vec<Extent>,
 }
 
 impl Addresses {
     fn place(&mut self, content: &Content) -> Result<FileLayout> {
+        if let [piece] = &*content.pieces
+            && content.is_dense()
+        {
+            return self.place_whole(piece);
+        }
         let identity = content.identity();
         if let Some(layout) = self.known.get(&identity) {
             return Ok(layout.clone());
         }
-        let full = || PackError::Unsupported {
-            path: "the source".to_owned(),
-            why: "its contents need more than the 16 TiB that a layer can address".to_owned(),
-        };
         let start = BlockIndex::new(self.next).ok_or_else(full)?;
         let base = start.byte_offset();
         let layout = if content.is_dense() {
@@ -248,6 +271,27 @@ impl Addresses {
         Ok(layout)
     }
 
+    fn place_whole(&mut self, piece: &Piece) -> Result<FileLayout> {
+        let start = BlockIndex::new(self.next).ok_or_else(full)?;
+        match self.whole.entry(piece.digest) {
+            Entry::Occupied(there) => {
+                return Ok(FileLayout::Contiguous {
+                    start: *there.get(),
+                });
+            }
+            Entry::Vacant(free) => free.insert(start),
+        };
+        self.extents.push(Extent {
+            data_offset: start.byte_offset(),
+            len: piece.len,
+            digest: piece.digest,
+        });
+        let blocks = u64::from(piece.len).div_ceil(BLOCK_SIZE);
+        BlockIndex::new(self.next + blocks - 1).ok_or_else(full)?;
+        self.next += blocks;
+        Ok(FileLayout::Contiguous { start })
+    }
+
     fn map(self, implicit: Vec<Vec<u8>>) -> Result<LayerMap> {
         let mut map = MapBuilder::new(self.next * BLOCK_SIZE);
         for extent in self.extents {
@@ -257,6 +301,13 @@ impl Addresses {
             map.implicit(&path);
         }
         map.build().map_err(|error| StoreError::from(error).into())
+    }
+}
+
+fn full() -> PackError {
+    PackError::Unsupported {
+        path: "the source".to_owned(),
+        why: "its contents need more than the 16 TiB that a layer can address".to_owned(),
     }
 }
 

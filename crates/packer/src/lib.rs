@@ -9,6 +9,7 @@
 
 mod acl;
 mod build;
+mod cache;
 mod capability;
 mod content;
 mod cpu;

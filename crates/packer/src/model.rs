@@ -270,6 +270,13 @@ impl Layer {
         }
     }
 
+    /// Forgets a file's content.
+    pub(crate) fn drop_content(&mut self, id: NodeId) {
+        if let Some(slot) = self.contents.get_mut(id.index()) {
+            *slot = None;
+        }
+    }
+
     /// A file's content.
     pub(crate) fn content(&self, id: NodeId) -> Option<&Content> {
         self.contents.get(id.index()).and_then(Option::as_ref)

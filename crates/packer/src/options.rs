@@ -123,6 +123,12 @@ pub struct BuildOptions {
     pub git_index: bool,
     /// Bounds on the source.
     pub limits: Limits,
+    /// Directory in which this machine remembers what files of directory sources held and which
+    /// frames of stores it has verified; made if it is missing. `None`: nothing is remembered,
+    /// and every file and every frame that is shared is read. See SEMANTICS.md, "Build cache".
+    pub cache: Option<PathBuf>,
+    /// Use nothing of what [`BuildOptions::cache`] remembers: read all, and remember that instead.
+    pub fresh: bool,
 }
 
 /// Extended attributes that layers keep unless told otherwise. `security.selinux`, `trusted.*`
@@ -159,6 +165,8 @@ impl BuildOptions {
             owners: Owners::default(),
             git_index: false,
             limits: Limits::default(),
+            cache: None,
+            fresh: false,
         }
     }
 }

@@ -81,6 +81,9 @@ pub(crate) struct BuildArgs {
         allow_negative_numbers = true
     )]
     pub(crate) source_date_epoch: Option<i64>,
+    /// Read every file and every frame that is shared anew, whatever earlier builds remember
+    #[arg(long)]
+    pub(crate) no_cache: bool,
     /// Compression level of new data; does not change the layer's identity
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(i32).range(1..=19))]
     pub(crate) level: i32,

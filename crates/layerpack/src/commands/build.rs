@@ -48,7 +48,7 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
     }
     let store = context.store()?;
     let signer = Signer::new(&args.sign)?;
-    let options = options(&store, reference, args)?;
+    let options = options(context, &store, reference, args)?;
 
     let reporter = Reporter::new(&options.reference.to_string(), context);
     let report = layerpack_packer::build(&store, &options, &reporter);
@@ -62,6 +62,7 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
 
 /// What the packer is to do.
 pub(super) fn options(
+    context: &Context,
     store: &LayerStore,
     reference: Reference,
     args: BuildArgs,
@@ -91,6 +92,8 @@ pub(super) fn options(
     options.xattrs.extend(args.xattr);
     options.limits = args.limits.limits();
     options.git_index = args.git_index;
+    options.cache = context.cache_dir().map(|cache| cache.join("build"));
+    options.fresh = args.no_cache;
     Ok(options)
 }
 

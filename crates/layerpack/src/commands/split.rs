@@ -34,7 +34,7 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
         let options = super::import::options(context, base, args)?;
         import_split(&store, &options, &split, &reporter)
     } else {
-        let options = super::build::options(&store, base, args)?;
+        let options = super::build::options(context, &store, base, args)?;
         build_split(&store, &options, &split, &reporter)
     };
     reporter.finish();

@@ -37,6 +37,37 @@ impl Identity {
         self.size
     }
 
+    /// From what [`Identity::place`] and the others say.
+    pub(crate) fn from_parts(
+        (dev, ino): (u64, u64),
+        size: u64,
+        mtime: (i64, u64),
+        ctime: (i64, u64),
+    ) -> Self {
+        Self {
+            dev,
+            ino,
+            size,
+            mtime,
+            ctime,
+        }
+    }
+
+    /// Device and inode number.
+    pub(crate) fn place(&self) -> (u64, u64) {
+        (self.dev, self.ino)
+    }
+
+    /// Time of last modification: seconds since 1970, nanoseconds.
+    pub(crate) fn mtime(&self) -> (i64, u64) {
+        self.mtime
+    }
+
+    /// Time of last change of bytes or metadata: seconds since 1970, nanoseconds.
+    pub(crate) fn ctime(&self) -> (i64, u64) {
+        self.ctime
+    }
+
     /// What is different in `other`.
     pub(crate) fn difference(&self, other: &Self) -> Option<&'static str> {
         if (self.dev, self.ino) != (other.dev, other.ino) {
@@ -56,25 +87,38 @@ impl Identity {
 /// An open file as it was seen first.
 pub(crate) struct OpenFile {
     fd: OwnedFd,
-    path: String,
+    path: Vec<u8>,
     identity: Identity,
     /// Fewer blocks than bytes: it may have holes.
     sparse: bool,
 }
 
 impl OpenFile {
-    /// Takes `fd` as the file that was seen as `identity`.
-    pub(crate) fn new(fd: OwnedFd, path: String, identity: Identity) -> Result<Self, PackError> {
-        let stat = fstat(&fd).map_err(|errno| PackError::io("read", path.as_str(), errno))?;
-        let blocks = u64::try_from(stat.st_blocks).unwrap_or_default();
-        let file = Self {
+    /// Takes `fd` as the file that was seen as `identity`. Whether it is that is only known after
+    /// [`OpenFile::check`].
+    pub(crate) fn new(fd: OwnedFd, path: Vec<u8>, identity: Identity) -> Self {
+        Self {
             fd,
             path,
             identity,
-            sparse: blocks.saturating_mul(512) < identity.size,
-        };
-        file.unchanged(&stat)?;
-        Ok(file)
+            sparse: false,
+        }
+    }
+
+    /// Finds out whether it is the file that was seen, and whether it may have holes.
+    pub(crate) fn look(&mut self) -> Result<(), PackError> {
+        let stat = self.stat()?;
+        let blocks = u64::try_from(stat.st_blocks).unwrap_or_default();
+        self.sparse = blocks.saturating_mul(512) < self.identity.size;
+        self.unchanged(&stat)
+    }
+
+    fn stat(&self) -> Result<Stat, PackError> {
+        fstat(&self.fd).map_err(|errno| self.error(errno))
+    }
+
+    fn error(&self, errno: Errno) -> PackError {
+        PackError::io("read", crate::show(&self.path), errno)
     }
 
     /// The descriptor.
@@ -91,7 +135,7 @@ impl OpenFile {
         match self.identity.difference(&Identity::of(stat)) {
             None => Ok(()),
             Some(what) => Err(PackError::Changed {
-                path: self.path.clone(),
+                path: crate::show(&self.path),
                 what: what.to_owned(),
             }),
         }
@@ -99,13 +143,11 @@ impl OpenFile {
 
     /// Checks that the file is still what it was, and that all of it was read.
     pub(crate) fn check(&self, read: u64) -> Result<(), PackError> {
-        let stat =
-            fstat(&self.fd).map_err(|errno| PackError::io("read", self.path.as_str(), errno))?;
-        self.unchanged(&stat)?;
+        self.unchanged(&self.stat()?)?;
         if read != self.identity.size {
             let what = format!("{read} bytes could be read, it has {}", self.identity.size);
             return Err(PackError::Changed {
-                path: self.path.clone(),
+                path: crate::show(&self.path),
                 what,
             });
         }
@@ -132,7 +174,7 @@ impl OpenFile {
                 Ok(0) => break,
                 Ok(n) => at += n,
                 Err(Errno::INTR) => {}
-                Err(errno) => return Err(PackError::io("read", self.path.as_str(), errno)),
+                Err(errno) => return Err(self.error(errno)),
             }
         }
         bytes.truncate(at);
@@ -153,7 +195,7 @@ pub(crate) struct FileBytes<'a> {
 
 impl FileBytes<'_> {
     fn error(&self, errno: Errno) -> io::Error {
-        io::Error::other(PackError::io("read", self.file.path.as_str(), errno))
+        io::Error::other(self.file.error(errno))
     }
 }
 

@@ -17,13 +17,17 @@ use std::path::Path;
 use layerpack_erofs::{Metadata, NodeId, Timestamp};
 use rustix::fs::Stat;
 
+use crate::cache::Place;
 use crate::error::Result;
 use crate::filter::Filter;
 use crate::options::{Limits, Progress};
 use crate::warnings::Warnings;
 
-use self::file::Identity;
+pub(crate) use self::file::Identity;
 use self::open::{Dirs, Opener};
+
+/// Files up to this size come first, as in the layer.
+pub(crate) const SMALL: u64 = 4096;
 
 /// What an entry of a directory means in the layer.
 #[derive(Debug)]
@@ -66,19 +70,51 @@ pub(crate) trait View: Sync {
 struct FileRecord {
     node: NodeId,
     dir: u32,
-    name: Box<[u8]>,
+    /// Where its name begins in [`Files::names`].
+    name: u32,
+    len: u8,
     identity: Identity,
+}
+
+/// The files whose bytes are to be stored, their names in one piece of memory.
+#[derive(Debug, Default)]
+struct Files {
+    records: Vec<FileRecord>,
+    names: Vec<u8>,
+}
+
+impl Files {
+    /// `None`: the names have more than 4 GiB.
+    fn push(&mut self, node: NodeId, dir: u32, name: &[u8], identity: Identity) -> Option<()> {
+        self.records.push(FileRecord {
+            node,
+            dir,
+            name: u32::try_from(self.names.len()).ok()?,
+            len: u8::try_from(name.len()).ok()?,
+            identity,
+        });
+        self.names.extend_from_slice(name);
+        Some(())
+    }
+
+    fn name(&self, record: &FileRecord) -> &[u8] {
+        let start = usize::try_from(record.name).unwrap_or(usize::MAX);
+        let end = start.saturating_add(record.len.into());
+        self.names.get(start..end).unwrap_or_default()
+    }
 }
 
 /// See the module's documentation.
 pub(crate) struct DirSource<'a> {
     opener: Opener,
     dirs: Dirs,
-    files: Vec<FileRecord>,
+    files: Files,
     view: &'a dyn View,
     filter: &'a Filter,
     limits: Limits,
     progress: &'a dyn Progress,
+    /// Where the build cache lies, and whether what it holds is to be used.
+    cache: Option<(Place, bool)>,
 }
 
 impl<'a> DirSource<'a> {
@@ -94,12 +130,18 @@ impl<'a> DirSource<'a> {
         Ok(Self {
             opener,
             dirs: Dirs::default(),
-            files: Vec::new(),
+            files: Files::default(),
             view,
             filter,
             limits,
             progress,
+            cache: None,
         })
+    }
+
+    /// Keeps a build cache at `place`; with `fresh`, what it holds is not used.
+    pub(crate) fn cached(&mut self, place: Option<Place>, fresh: bool) {
+        self.cache = place.map(|place| (place, fresh));
     }
 }
 

@@ -1,18 +1,22 @@
 //! The second pass: contents, on two threads. One opens and reads ahead, the other hashes, cuts
-//! and hands on to the writer, whose own threads compress.
+//! and hands on to the writer, whose own threads compress. A file that the build cache knows is
+//! not opened at all.
 
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
+use std::time::SystemTime;
 
 use crossbeam_channel::{Sender, bounded};
-use layerpack_store::LayerWriter;
+use layerpack_store::{Digest, LayerWriter};
 use rustix::fs::{Advice, AtFlags, FileType, fadvise, statat};
 use rustix::io::Errno;
 
 use super::file::{Identity, OpenFile};
 use super::open::{Dirs, Opener, open_file};
 use super::scan::gone_or;
-use super::{DirSource, FileRecord, Meaning, attributes};
+use super::{DirSource, FileRecord, Files, Meaning, SMALL, attributes};
+use crate::cache::{self, New, Old};
 use crate::content::Content;
 use crate::error::{PackError, Result};
 use crate::git::{self, Git};
@@ -24,29 +28,37 @@ use crate::path::join;
 const WHOLE: u64 = 256 << 10;
 /// Files that may wait, which bounds memory and descriptors.
 const DEPTH: usize = 32;
-/// Files up to this size come first, as in the layer.
-const SMALL: u64 = 4096;
 
 /// A file read ahead.
 enum Loaded {
     Whole(Vec<u8>),
     Open(OpenFile),
+    /// Not read: what an earlier build found in it.
+    Known(Content),
+}
+
+/// A file on its way from one thread to the other.
+struct Ahead {
+    /// Before anything of it was read.
+    time: SystemTime,
+    loaded: Result<Loaded>,
 }
 
 /// What both threads need to open a file.
 struct Access<'a> {
     dirs: &'a Dirs,
+    files: &'a Files,
     opener: Opener,
 }
 
 impl Access<'_> {
     fn path(&self, record: &FileRecord) -> Vec<u8> {
-        join(&self.dirs.path(record.dir), &record.name)
+        join(&self.dirs.path(record.dir), self.files.name(record))
     }
 
     fn open(&mut self, record: &FileRecord, identity: Identity) -> Result<OpenFile> {
         let dir = self.opener.open(self.dirs, record.dir)?;
-        let fd = open_file((*dir).as_fd(), &record.name).map_err(|errno| {
+        let fd = open_file((*dir).as_fd(), self.files.name(record)).map_err(|errno| {
             let path = self.path(record);
             match errno {
                 Errno::LOOP | Errno::NXIO => PackError::Changed {
@@ -56,14 +68,15 @@ impl Access<'_> {
                 errno => gone_or("read", &path, errno),
             }
         })?;
-        OpenFile::new(fd, crate::show(&self.path(record)), identity)
+        Ok(OpenFile::new(fd, self.path(record), identity))
     }
 
     fn load(&mut self, record: &FileRecord, progress: &dyn Progress) -> Result<Loaded> {
-        let file = self.open(record, record.identity)?;
+        let mut file = self.open(record, record.identity)?;
         if record.identity.size() <= WHOLE {
             return file.read_whole(progress).map(Loaded::Whole);
         }
+        file.look()?;
         file.will_need();
         Ok(Loaded::Open(file))
     }
@@ -80,34 +93,80 @@ impl DirSource<'_> {
     ) -> Result<()> {
         // Small files first, each group in the order of the scan.
         self.files
+            .records
             .sort_by_key(|record| record.identity.size() > SMALL);
         let (files, progress) = (&self.files, self.progress);
+        let (old, mut new) = match &self.cache {
+            // Git's names of contents are told by nothing but the contents.
+            Some((place, fresh)) => (
+                (!fresh && git.is_none()).then(|| place.old()),
+                place.new_records(),
+            ),
+            None => (None, None),
+        };
         let mut ahead = Access {
             dirs: &self.dirs,
+            files,
             opener: self.opener.again(),
         };
         let mut again = Access {
             dirs: &self.dirs,
+            files,
             opener: self.opener.again(),
         };
+        // Cleared when the store lacks what the cache knows: then everything is read ahead.
+        let useful = AtomicBool::new(true);
         thread::scope(|scope| {
             let (sender, receiver) = bounded(DEPTH);
-            scope.spawn(move || read_ahead(files, &mut ahead, progress, &sender));
-            for record in files {
-                let Ok(loaded) = receiver.recv() else { break };
+            let useful = &useful;
+            scope.spawn(move || {
+                read_ahead(&files.records, &mut ahead, old, useful, progress, &sender)
+            });
+            for record in &files.records {
+                let Ok(Ahead { time, loaded }) = receiver.recv() else {
+                    break;
+                };
+                let loaded = match loaded {
+                    Ok(Loaded::Known(content)) => {
+                        if reuse(writer, &content)? {
+                            remember(&mut new, &again, record, &content);
+                            layer.set_content(record.node, content);
+                            continue;
+                        }
+                        useful.store(false, Ordering::Relaxed);
+                        again.load(record, progress)
+                    }
+                    loaded => loaded,
+                };
                 let stored = loaded.and_then(|loaded| {
-                    hand_on(writer, loaded, progress, git.as_deref_mut(), &record.name)
+                    hand_on(
+                        writer,
+                        loaded,
+                        progress,
+                        git.as_deref_mut(),
+                        files.name(record),
+                    )
                 });
                 let content = match stored {
                     Err(PackError::Changed { .. }) if self.view.retries() > 0 => {
                         self.retry(layer, writer, record, &mut again, git.as_deref_mut())?
                     }
-                    stored => stored?,
+                    stored => {
+                        let content = stored?;
+                        if cache::is_settled(&record.identity, time) {
+                            remember(&mut new, &again, record, &content);
+                        }
+                        content
+                    }
                 };
                 layer.set_content(record.node, content);
             }
-            Ok(())
-        })
+            Ok::<(), PackError>(())
+        })?;
+        if let Some(new) = new {
+            new.keep();
+        }
+        Ok(())
     }
 
     /// Takes a file that changed as it is now, if it holds still for one reading.
@@ -145,7 +204,7 @@ impl DirSource<'_> {
         let dir = access.opener.open(access.dirs, record.dir)?;
         let stat = statat(
             &*dir,
-            OsStr::from_bytes(&record.name),
+            OsStr::from_bytes(access.files.name(record)),
             AtFlags::SYMLINK_NOFOLLOW,
         )
         .map_err(|errno| gone_or("read", &path, errno))?;
@@ -157,9 +216,10 @@ impl DirSource<'_> {
             });
         }
         let xattrs = attributes::Reader::default()
-            .read(&super::open::proc_path(&*dir, &record.name), |name| {
-                self.view.wants(name)
-            })
+            .read(
+                &super::open::proc_path(&*dir, access.files.name(record)),
+                |name| self.view.wants(name),
+            )
             .map_err(|errno| gone_or("read the extended attributes of", &path, errno))?;
         if let Meaning::Entry { metadata, .. } =
             self.view
@@ -167,22 +227,54 @@ impl DirSource<'_> {
         {
             layer.tree.node_mut(record.node).metadata = metadata;
         }
-        let file = access.open(record, identity)?;
-        hand_on(writer, Loaded::Open(file), self.progress, git, &record.name)
+        let mut file = access.open(record, identity)?;
+        file.look()?;
+        let name = access.files.name(record);
+        hand_on(writer, Loaded::Open(file), self.progress, git, name)
     }
 }
 
 fn read_ahead(
     files: &[FileRecord],
     access: &mut Access<'_>,
+    mut old: Option<Old>,
+    useful: &AtomicBool,
     progress: &dyn Progress,
-    sender: &Sender<Result<Loaded>>,
+    sender: &Sender<Ahead>,
 ) {
     for record in files {
-        let loaded = access.load(record, progress);
-        if sender.send(loaded).is_err() {
+        let known = match &mut old {
+            Some(old) if useful.load(Ordering::Relaxed) => {
+                old.find(&access.path(record), &record.identity)
+            }
+            _ => None,
+        };
+        let time = SystemTime::now();
+        let loaded = match known {
+            Some(content) => Ok(Loaded::Known(content)),
+            None => access.load(record, progress),
+        };
+        if sender.send(Ahead { time, loaded }).is_err() {
             return;
         }
+    }
+}
+
+/// Whether the store has every chunk of a file that was not read.
+fn reuse(writer: &mut LayerWriter, content: &Content) -> Result<bool> {
+    let chunks: Vec<(Digest, u32)> = content
+        .pieces
+        .iter()
+        .map(|piece| (piece.digest, piece.len))
+        .collect();
+    Ok(writer.reuse(&chunks)?)
+}
+
+fn remember(new: &mut Option<New>, access: &Access<'_>, record: &FileRecord, content: &Content) {
+    if let Some(records) = new
+        && !records.add(&access.path(record), &record.identity, content)
+    {
+        *new = None; // a full disk, say: the next build reads all again
     }
 }
 
@@ -200,6 +292,7 @@ fn hand_on(
             file.check(content.size)?;
             Ok(content)
         }
+        Loaded::Known(content) => Ok(content),
     }
 }
 

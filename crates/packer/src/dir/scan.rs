@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use super::attributes;
 use super::file::Identity;
 use super::open::proc_path;
-use super::{DirSource, FileRecord, Meaning};
+use super::{DirSource, Meaning};
 use crate::error::{PackError, Result};
 use crate::model::Layer;
 use crate::path::{components, join};
@@ -274,12 +274,9 @@ impl DirSource<'_> {
             if state.bytes > self.limits.max_bytes {
                 return Err(self.over("max_bytes", self.limits.max_bytes, "bytes"));
             }
-            self.files.push(FileRecord {
-                node,
-                dir: found.dir,
-                name: found.name.into(),
-                identity,
-            });
+            self.files
+                .push(node, found.dir, found.name, identity)
+                .ok_or_else(|| self.over("names", 1 << 32, "bytes of names"))?;
         }
         Ok(node)
     }

@@ -242,7 +242,7 @@ impl Session<'_> {
     ) -> Result<()> {
         let mut writer = match self.writer.take() {
             Some(writer) => writer,
-            None => self.target.writer(self.options.writer)?,
+            None => self.target.writer(self.options.writer.clone())?,
         };
         let plan = Planned::new(self.source, &mut writer, map, locator, only);
         self.writer = Some(writer);
