@@ -1,8 +1,8 @@
 //! Development tasks, run as `cargo xtask TASK`.
 //!
-//! `test` runs every gate, `quickstart` drives the release binary over real input, `tidy` holds
-//! the rules that compilers do not check, `setup` installs what those need. Everything is plain
-//! child processes and standard output; the product's code is not linked in, only the fixtures,
+//! `test` runs every gate, `quickstart` drives the release binary over real input, `bench`
+//! measures it beside its peers, `tidy` holds the rules that compilers do not check, `setup`
+//! installs what those need. Everything is plain child processes and standard output; the product's code is not linked in, only the fixtures,
 //! whose tree compare the quickstart uses as a referee.
 #![allow(
     clippy::print_stdout,
@@ -11,6 +11,7 @@
 )]
 
 mod apt;
+mod bench;
 mod fuzz;
 mod leftovers;
 mod process;
@@ -60,6 +61,24 @@ enum Task {
         #[arg(long, hide = true)]
         prebuilt: bool,
     },
+    /// Measure the product beside its peers; reports go to bench/results
+    Bench {
+        /// Small inputs, one round: shows that everything works, claims nothing
+        #[arg(long)]
+        quick: bool,
+        /// Only these scenarios; an unknown name lists them
+        #[arg(value_name = "NAME")]
+        only: Vec<String>,
+    },
+    /// Run a command and write what it took to a file: what `bench` puts between
+    #[command(hide = true)]
+    Measured {
+        /// The file
+        report: PathBuf,
+        /// Program and arguments
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        command: Vec<std::ffi::OsString>,
+    },
     /// Check the rules that compilers do not: imports, file lengths, headers, specs
     Tidy,
     /// Run the fuzz targets, all or one, each for so many seconds
@@ -100,6 +119,8 @@ fn main() -> ExitCode {
             target,
             ..
         } => fuzz::run(seconds, target, plain),
+        Task::Bench { quick, only } => bench::run(quick, &only),
+        Task::Measured { report, command } => bench::measure::inner(&report, &command),
         Task::Tidy => tidy::run(),
         Task::Setup => setup::run(),
     };

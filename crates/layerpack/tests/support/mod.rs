@@ -42,7 +42,6 @@ impl Node {
         let mut command = Command::new(env!("CARGO_BIN_EXE_layerpack"));
         command
             .env("LAYERPACK_ROOT", self.root())
-            .env("LAYERPACK_CACHE", self.root().join("build-cache"))
             .env("LAYERPACK_STORE", self.store())
             .env("LAYERPACK_CACHE", self.scratch.join("cache"))
             .env_remove("LAYERPACK_LOG")

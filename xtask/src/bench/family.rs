@@ -1,0 +1,96 @@
+//! A family of environments: the same base with several versions of a package set, and workspaces
+//! of one repository at several commits; beside the same as OCI layers.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::Result;
+
+use super::measure::{self, float};
+use super::report::Report;
+use super::{Bench, inputs};
+use crate::process;
+
+/// The scenario `family`.
+pub(super) fn table(bench: &Bench) -> Result<Report> {
+    let base = inputs::debian(bench)?;
+    let packages = inputs::package_sets(bench)?;
+    let workspaces = inputs::workspaces(bench)?;
+    let scratch = bench.scratch("family")?;
+    let store = scratch.join("store");
+    let mut rows = Vec::new();
+    let mut total = (0, 0);
+    let members = [("base", "base", vec![base])]
+        .into_iter()
+        .chain([("packages", "toolkit", packages)])
+        .chain([("workspaces", "workspace", workspaces)]);
+    for (name, kind, sources) in members {
+        let before = size(&store)?;
+        let mut gzip = 0;
+        for (version, source) in sources.iter().enumerate() {
+            let mut command = Command::new(&bench.binary);
+            command
+                .args(["--quiet", "build", "--kind", kind, "--name", name])
+                .args(["--version", &version.to_string(), "--from"])
+                .arg(format!("dir:{}", source.display()))
+                .arg("--store")
+                .arg(&store)
+                .arg("--cache-dir")
+                .arg(scratch.join("cache"));
+            process::quietly(&mut command)?;
+            let layer = scratch.join("layer.tar.gz");
+            let mut tar = Command::new("tar");
+            tar.args(["-I", "gzip -6", "-cf"]).arg(&layer);
+            process::quietly(tar.arg("-C").arg(source).arg("."))?;
+            gzip += measure::size(&layer)?;
+        }
+        let ours = size(&store)? - before;
+        total = (total.0 + ours, total.1 + gzip);
+        rows.push(row(name, sources.len(), ours, gzip));
+    }
+    rows.push(row("all", 0, total.0, total.1));
+    let mut report = Report {
+        conditions: vec![
+            "one base, versions of Django with what it needs, clones of this repository with their history".to_owned(),
+            "beside each as one tar layer with gzip -6, as container builders make them; the base counts once on both sides".to_owned(),
+        ],
+        columns: vec!["part", "layers", "layerpack bytes", "OCI gzip bytes", "ratio"],
+        rows,
+        chart: "MB stored for the whole family",
+        bars: vec![
+            ("layerpack".to_owned(), float(total.0) / 1e6),
+            ("OCI layers, gzip".to_owned(), float(total.1) / 1e6),
+        ],
+        ..Report::default()
+    };
+    report.at_most(
+        "B7",
+        "bytes beside OCI gzip layers",
+        float(total.0) / float(total.1),
+        0.5,
+        "",
+    );
+    Ok(report)
+}
+
+fn size(store: &Path) -> Result<u64> {
+    if store.exists() {
+        measure::size(store)
+    } else {
+        Ok(0)
+    }
+}
+
+fn row(part: &str, layers: usize, ours: u64, gzip: u64) -> Vec<String> {
+    vec![
+        part.to_owned(),
+        if layers == 0 {
+            String::new()
+        } else {
+            layers.to_string()
+        },
+        ours.to_string(),
+        gzip.to_string(),
+        format!("{:.3}", float(ours) / float(gzip)),
+    ]
+}
