@@ -23,7 +23,7 @@ const fn tool(package: &'static str, program: &'static str, purpose: &'static st
     }
 }
 
-const TOOLS: [Tool; 15] = [
+const TOOLS: &[Tool] = &[
     tool(
         "git",
         "git",

@@ -82,18 +82,20 @@ impl Context {
 
     /// Opens the store. Its index is copied to the cache directory when something is written.
     pub(crate) fn store(&self) -> anyhow::Result<LayerStore> {
-        let store = LayerStore::new(stores::open_store(&self.store_url)?);
-        Ok(match self.cache_dir() {
-            Some(dir) => store.with_index_cache(dir.join("index")),
-            None => store,
-        })
+        self.open(&self.store_url)
     }
 
     /// Opens another store than the one of `--store`.
     pub(crate) fn store_at(&self, url: &str) -> anyhow::Result<LayerStore> {
-        Ok(LayerStore::new(layerpack_store::open_url(&absolute_url(
-            url,
-        )?)?))
+        self.open(&absolute_url(url)?)
+    }
+
+    fn open(&self, url: &str) -> anyhow::Result<LayerStore> {
+        let store = LayerStore::new(stores::open_store(url)?);
+        Ok(match self.cache_dir() {
+            Some(dir) => store.with_index_cache(dir.join("index")),
+            None => store,
+        })
     }
 
     /// A client of this node's daemon, which is started if it does not run.

@@ -129,11 +129,11 @@ fn options_reach_the_layer() {
     fails(1, &["--max-path", "3"], "max_path");
     fails(1, &["--max-depth", "1"], "max_depth");
     fails(1, &["--annotation", "x"], "annotation");
+    fails(1, &["--strict"], "--split");
     fails(1, &["--uid-map", "0:4000000000:1"], "id map");
     for wrong in [
         &["--uid-map", "0:1"][..],
         &["--uid-map", "0:0:1", "--all-root"],
-        &["--strict"],
         &["--max-bytes", "many"],
     ] {
         let output = node.run(arguments(&from, wrong));

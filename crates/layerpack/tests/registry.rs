@@ -315,3 +315,83 @@ fn a_store_in_a_registry_is_one_like_any_other() {
     ok(&["rm", "base/b:1"]);
     assert!(!ok(&["ls"]).contains("base/b:1"));
 }
+
+/// A run that ended in the middle of a layer is followed by one that fetches the rest.
+#[test]
+fn an_import_goes_on_where_the_last_one_ended() {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::{Arc, Mutex};
+
+    use layerpack_fixtures::servers::{Ending, Reply, Scripted};
+    let server = Arc::new(DockerRegistry::start().unwrap());
+    let node = Node::new("registry-resume");
+    let mut tar = TarWriter::new();
+    // Does not compress.
+    let mut state = 1_u64;
+    let noise: Vec<u8> = (0..60_000)
+        .flat_map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state.to_le_bytes()
+        })
+        .collect();
+    tar.dir("./", 0o755).file("noise", &noise);
+    let path = node.root().with_extension("tar");
+    fs_err::write(&path, tar.finish()).unwrap();
+    let local = build(&node, "base", "a", &format!("tar:{}", path.display()), &[]);
+    node.ok([
+        "export",
+        "base/a:1",
+        "--to",
+        &format!("registry:{}/x:1", server.host()),
+    ]);
+
+    let broken = Arc::new(AtomicBool::new(true));
+    let begun = AtomicBool::new(false);
+    let ranges: Arc<Mutex<Vec<Option<(usize, usize)>>>> = Arc::default();
+    let (behind, broken_too, ranges_too) = (
+        Arc::clone(&server),
+        Arc::clone(&broken),
+        Arc::clone(&ranges),
+    );
+    let proxy = Scripted::start(move |request| {
+        let reply = behind.forward(request);
+        // The configuration is small.
+        if !request.target.contains("/blobs/") || reply.body.len() < 10_000 {
+            return reply;
+        }
+        ranges_too.lock().unwrap().push(request.range());
+        if !broken_too.load(Ordering::SeqCst) {
+            reply
+        } else if begun.swap(true, Ordering::SeqCst) {
+            Reply::new(404, "gone")
+        } else {
+            reply.ending(Ending::CloseAfter(200_000))
+        }
+    })
+    .unwrap();
+    let host = proxy.url().replace("http://", "");
+    let source = format!("registry:{host}/x:1");
+    let head = [
+        "build",
+        "--kind",
+        "base",
+        "--name",
+        "b",
+        "--version",
+        "1",
+        "--from",
+    ];
+    let error = node.fails(1, head.iter().chain(&[source.as_str()]));
+    assert!(error.contains("/x@sha256:"), "{error}");
+    assert!(!node.ok(["ls"]).contains("base/b"));
+    broken.store(false, Ordering::SeqCst);
+    ranges.lock().unwrap().clear();
+    let back = build(&node, "base", "b", &source, &[]);
+    assert_eq!(back["layer_id"], local["layer_id"]);
+    let ranges = ranges.lock().unwrap();
+    assert_eq!(ranges.len(), 1, "{ranges:?}");
+    let (from, _) = ranges[0].unwrap();
+    assert!(from > 100_000 && from <= 200_000, "{from}");
+}

@@ -67,7 +67,7 @@ pub(crate) struct BuildArgs {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["per_layer", "parent", "kind"])]
     pub(crate) split: Option<PathBuf>,
     /// With --split: what no rule names is an error
-    #[arg(long, requires = "split")]
+    #[arg(long)]
     pub(crate) strict: bool,
     /// Refresh the index of git repositories, so that the first `git status` on the mounted
     /// layer reads no files

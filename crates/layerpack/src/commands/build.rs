@@ -22,6 +22,9 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
     if args.split.is_some() {
         return super::split::run(context, args);
     }
+    if args.strict {
+        return Err(anyhow::anyhow!("--strict says what happens to leftovers of a --split").into());
+    }
     let difference = !args.diff_from.is_empty();
     // clap asks for the name and the version where there is no split.
     let given = |text: &Option<String>| text.clone().unwrap_or_default();

@@ -4,10 +4,12 @@
 use layerpack_store::format::index::{IndexEntry, IndexPack, IndexSegment};
 use layerpack_store::{
     Blob, Codec, Counts, Digest, Extent, Features, FrameLoc, Kind, LayerMap, LayerName, LayerStore,
-    Locator, Manifest, MapBuilder, PackLoc, ParentRef, Version, open_url,
+    Locator, Manifest, MapBuilder, PackLoc, ParentRef, Version, WriterOptions, open_url,
 };
 
-use crate::support::{data_of, memory, noise, publish, read_all, reference, text};
+use crate::support::{
+    data_of, memory, noise, options, publish, publish_with, read_all, reference, text,
+};
 
 fn hex_lines(bytes: &[u8]) -> Vec<String> {
     bytes.chunks(16).map(hex::encode).collect()
@@ -215,7 +217,11 @@ fn manifest_bytes() {
 fn pack_bytes() {
     let (blobs, store) = memory();
     let files = [noise(1, 40), noise(2, 24), noise(3, 65_536)];
-    publish(&store, "base/x:1", &files).unwrap();
+    let with = WriterOptions {
+        frame: 64 << 10,
+        ..options()
+    };
+    publish_with(&store, "base/x:1", &files, with).unwrap();
     let packs = blobs.list("packs/").unwrap();
     let pack = blobs.get(&packs[0].key, u64::MAX).unwrap().unwrap();
     assert_eq!(packs[0].key.digest(), Some(Digest::of(&pack)));

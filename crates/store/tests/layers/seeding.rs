@@ -117,6 +117,10 @@ fn what_profiles_use_is_seeded_and_the_rest_says_so() {
     );
     assert_eq!(verified.absent_frames, layer.all_frames - layer.frames);
     assert!(to.verify_index().unwrap().is_empty());
+    let audit = to.audit(true).unwrap();
+    assert!(audit.damaged.is_empty(), "{:?}", audit.damaged);
+    let repair = to.repair(false).unwrap();
+    assert!(repair.is_ok() && repair.relocated.is_empty(), "{repair:?}");
     // The profile came along.
     assert_eq!(to.profiles(None).unwrap().len(), 1);
 
