@@ -152,11 +152,9 @@ fn reading() {
             }
             assert!(nth < 500, "no end");
         }
-        assert_eq!(
-            errors > 0,
-            fault != Fault::NoSpace,
-            "{fault:?}: {errors} errors"
-        );
+        // A read that is late or made twice is right, and none fills a store.
+        let harmless = [Fault::NoSpace, Fault::Delay, Fault::Duplicate].contains(&fault);
+        assert_eq!(errors > 0, !harmless, "{fault:?}: {errors} errors");
     }
 }
 
