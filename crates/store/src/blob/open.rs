@@ -165,9 +165,23 @@ pub fn open_url(url: &str) -> Result<Arc<dyn BlobStore>> {
     open(url, &OpenOptions::default())
 }
 
+/// Addresses for a message: without what comes before a host, which may be a password.
+pub(super) fn redacted(text: &str) -> String {
+    let one = |address: &str| match address.split_once("://") {
+        Some((scheme, rest)) if scheme != "file" => {
+            let (place, query) = rest.split_once('?').unwrap_or((rest, ""));
+            let place = place.rsplit_once('@').map_or(place, |(_, host)| host);
+            let mark = if query.is_empty() { "" } else { "?" };
+            format!("{scheme}://{place}{mark}{query}")
+        }
+        _ => address.to_owned(),
+    };
+    text.split(',').map(one).collect::<Vec<_>>().join(",")
+}
+
 fn invalid(url: &str, why: impl Into<String>) -> StoreError {
     StoreError::InvalidUrl {
-        url: url.to_owned(),
+        url: redacted(url),
         why: why.into(),
     }
 }
@@ -380,6 +394,7 @@ mod tests {
         for (text, why) in [
             ("", "empty"),
             ("ftp://h/x", "not supported"),
+            ("ftp://u:secret@h/x", "not supported"),
             ("file://host/x", "absolute"),
             ("mem://", "NAME"),
             ("http://u:secret@h/x", "password"),

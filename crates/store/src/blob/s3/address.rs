@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use reqwest::Url;
 
+use super::super::open::redacted;
 use crate::error::{Result, StoreError};
 
 /// A bucket, a prefix in it, and where that bucket is.
@@ -26,7 +27,7 @@ impl Address {
     /// Takes an address apart. `settings` are the query's fields that are left for this scheme.
     pub(crate) fn new(url: &Url, settings: &[(String, String)]) -> Result<Self> {
         let invalid = |why: String| StoreError::InvalidUrl {
-            url: url.as_str().split('?').next().unwrap_or("").to_owned(),
+            url: redacted(url.as_str().split('?').next().unwrap_or("")),
             why,
         };
         if !url.username().is_empty() || url.password().is_some() || url.port().is_some() {
@@ -78,7 +79,8 @@ impl Address {
                     });
                     if !sound {
                         return Err(invalid(format!(
-                            "endpoint is http(s)://HOST[:PORT], not {value:?}"
+                            "endpoint is http(s)://HOST[:PORT], not {:?}",
+                            redacted(value)
                         )));
                     }
                     address.endpoint = Some(value.trim_end_matches('/').to_owned());
