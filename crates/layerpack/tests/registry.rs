@@ -349,7 +349,8 @@ fn an_import_goes_on_where_the_last_one_ended() {
 
     let broken = Arc::new(AtomicBool::new(true));
     let begun = AtomicBool::new(false);
-    let ranges: Arc<Mutex<Vec<Option<(usize, usize)>>>> = Arc::default();
+    type Ranges = Arc<Mutex<Vec<Option<(usize, usize)>>>>;
+    let ranges = Ranges::default();
     let (behind, broken_too, ranges_too) = (
         Arc::clone(&server),
         Arc::clone(&broken),
