@@ -287,12 +287,18 @@ impl LayerStore {
     ) {
         let name = Some(layer.name.as_str());
         let key = Key::locator(&layer.manifest.map.digest);
-        let part = matches!(self.seed_marker(locator.map_digest()), Ok(Some(_)));
+        // Of a part of a layer, packs that are not here are elsewhere by purpose.
+        let part = match self.seed_marker(&layer.manifest.map.digest) {
+            Ok(marker) => marker.is_some(),
+            Err(error) => {
+                findings.add(&error, name);
+                false
+            }
+        };
         for loc in locator.packs() {
             let pack_key = Key::pack(&loc.id);
             match packs.get(&loc.id) {
-                // Elsewhere by purpose.
-                None if part && matches!(self.blobs().size(&pack_key), Ok(None)) => {}
+                None if part && !findings.damaged.contains_key(pack_key.as_str()) => {}
                 // Damaged, and named as such already; or not there.
                 None => findings.add(&self.missing(&pack_key), name),
                 Some(pack) if pack.size != loc.size => {

@@ -81,9 +81,11 @@ pub struct GcReport {
 }
 
 /// Families of objects that are deleted when nothing uses them, in the order in which they are.
-const FAMILIES: [&str; 7] = [
+const FAMILIES: [&str; 9] = [
     "manifests/",
     "signatures/",
+    "profiles/",
+    "seeds/",
     "locators/",
     "maps/",
     "meta/",
@@ -512,14 +514,17 @@ fn ignorant(leases: &Leases, list: &str) -> Option<Hindrance> {
 /// Why a collected object stays.
 pub(super) fn reason_of(marks: &Marks, key: &Key) -> Option<Reason> {
     let text = key.as_str();
-    if let Some(rest) = text.strip_prefix("signatures/") {
+    if let Some((family @ ("signatures" | "profiles" | "seeds"), rest)) = text.split_once('/') {
+        // They stay as long as what they are about: a manifest, a layer's content, a map.
         let hex = rest.split('/').next().unwrap_or_default();
-        return match Digest::from_hex(hex) {
-            Ok(manifest) => marks
-                .reason(key)
-                .or_else(|| marks.reason(&Key::manifest(&manifest))),
-            Err(_) => Some(Reason::Unknown),
+        let Ok(about) = Digest::from_hex(hex) else {
+            return Some(Reason::Unknown);
         };
+        return marks.reason(key).or_else(|| match family {
+            "signatures" => marks.reason(&Key::manifest(&about)),
+            "seeds" => marks.reason(&Key::map(&about)),
+            _ => marks.reason_of_content(&about),
+        });
     }
     if key.digest().is_none() {
         return Some(Reason::Unknown); // not an object of ours

@@ -64,6 +64,8 @@ pub(super) struct UsedLayer {
 pub(super) struct Marks {
     pub(super) used: HashMap<Key, Reason>,
     pub(super) layers: BTreeMap<Digest, UsedLayer>,
+    /// The layers by the identity of their content.
+    contents: HashMap<Digest, Reason>,
     pub(super) unknown: Unknown,
     /// What could not be read, one line each.
     pub(super) problems: Vec<String>,
@@ -108,6 +110,11 @@ impl Marks {
             Unknown::Everything => true,
         };
         doubtful.then_some(Reason::Unknown)
+    }
+
+    /// Why a layer's content is kept, by its identity.
+    pub(super) fn reason_of_content(&self, id: &Digest) -> Option<Reason> {
+        self.contents.get(id).copied()
     }
 
     fn mark(&mut self, key: Key, reason: Reason) {
@@ -255,6 +262,8 @@ fn mark_layers(
             }
             Err(error) => marks.unreadable(Unknown::Packs, "which packs", name, error),
         }
+        let content = *manifest.layer_id().digest();
+        marks.contents.entry(content).or_insert(*reason);
         for parent in &manifest.parents {
             let called = parent.reference.as_ref().map_or_else(
                 || format!("parent of {name}"),

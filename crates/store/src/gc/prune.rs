@@ -147,7 +147,11 @@ impl LayerStore {
                 .push("nothing is compacted until the above is mended".to_owned());
             return Ok(());
         }
-        let (packs, users) = self.use_of_packs(&marks)?;
+        let (mut packs, users) = self.use_of_packs(&marks)?;
+        // Packs of a part of a layer may be in another store.
+        let listed = self.blobs().list("packs/")?.into_iter();
+        let there: BTreeSet<Key> = listed.map(|object| object.key).collect();
+        packs.retain(|id, _| there.contains(&Key::pack(id)));
         let mut wanted = FramesOfPacks::new();
         for (id, used) in &packs {
             report.packs += 1;

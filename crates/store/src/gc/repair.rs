@@ -194,7 +194,16 @@ impl LayerStore {
                     continue;
                 }
             };
+            let part = match self.seed_marker(&layer.manifest.map.digest) {
+                Ok(marker) => marker.is_some(),
+                Err(error) => {
+                    lost_or(error, report, names())?;
+                    false
+                }
+            };
             let why = match self.locator(&layer.manifest, &map) {
+                // Packs of a part of a layer may be elsewhere by purpose.
+                Ok(_) if part => continue,
                 Ok(locator) => match locator.packs().iter().find(|p| !packs.contains(p)) {
                     None => continue,
                     // Elsewhere by purpose.

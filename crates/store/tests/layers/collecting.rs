@@ -308,6 +308,56 @@ fn parents_stay_with_their_children() {
     assert!(data == data_of(&files(1)));
 }
 
+/// Signatures, profiles and markers of parts stay and go with what they are about.
+#[test]
+fn what_is_about_a_layer_goes_with_it() {
+    let (blobs, store) = memory();
+    let a = publish(&store, "base/a:1", &files(1)).unwrap();
+    let b = publish(&store, "base/b:1", &files(10)).unwrap();
+    let about = |published: &layerpack_store::Published| {
+        let manifest = store.manifest(&published.digest).unwrap();
+        let other = Digest::of(b"other").hex();
+        [
+            format!("signatures/{}/{other}", published.digest.hex()),
+            format!("profiles/{}/{other}", published.layer_id.digest().hex()),
+            format!("seeds/{}", manifest.map.digest.hex()),
+        ]
+    };
+    let (of_a, of_b) = (about(&a), about(&b));
+    for key in of_a.iter().chain(&of_b) {
+        blobs
+            .put(&Key::new(key).unwrap(), b"x", PutMode::IfAbsent)
+            .unwrap();
+    }
+    assert_eq!(store.collect(now()).unwrap().deleted.objects, 0);
+    store.remove(&reference("base/b:1")).unwrap();
+    store.collect(now()).unwrap();
+    let left = keys(&*blobs);
+    assert!(of_a.iter().all(|key| left.contains(key)), "{left:?}");
+    assert!(of_b.iter().all(|key| !left.contains(key)), "{left:?}");
+}
+
+/// A channel keeps what it is at, also without a reference.
+#[test]
+fn channels_keep_what_they_are_at() {
+    let (blobs, store) = memory();
+    let published = publish(&store, "base/a:1", &files(1)).unwrap();
+    let channel = Key::new("channels/base/a/_latest").unwrap();
+    let object = format!(
+        r#"{{"format":1,"version":"1","manifest":"{}"}}"#,
+        published.digest
+    );
+    blobs
+        .put(&channel, object.as_bytes(), PutMode::Overwrite)
+        .unwrap();
+    store.remove(&reference("base/a:1")).unwrap();
+    let report = store.collect(now()).unwrap();
+    assert_eq!(report.deleted.objects, 0, "{report:?}");
+    assert!(report.kept[&Reason::Channel].objects >= 5, "{report:?}");
+    blobs.delete(&channel).unwrap();
+    assert!(store.collect(now()).unwrap().deleted.objects >= 5);
+}
+
 #[test]
 fn what_cannot_be_read_counts_as_used() {
     type Harm<'a> = &'a dyn Fn(&dyn BlobStore, &LayerStore);
