@@ -15,7 +15,7 @@ use crate::sync::{Condvar, Mutex};
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
 const IDLE: Duration = Duration::from_secs(10);
-const STACK_BYTES: usize = 256 * 1024;
+const STACK_BYTES: usize = 2 << 20;
 
 #[derive(Debug)]
 pub(crate) struct Pool {

@@ -71,7 +71,7 @@ pub(crate) struct Global {
         value_name = "DIR",
         hide_env_values = true
     )]
-    pub(crate) cache_dir: Option<PathBuf>,
+    pub(crate) cache_dir: Option<OsString>,
     /// How results are printed
     #[arg(short, long, global = true, value_enum, value_name = "FORMAT", default_value_t = Format::Text)]
     pub(crate) output: Format,

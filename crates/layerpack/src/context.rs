@@ -39,9 +39,9 @@ impl Context {
             Some(url) => absolute_url(url)?,
         };
         let cache_dir = match &global.cache_dir {
-            Some(path) if path.as_os_str().is_empty() => None,
+            Some(path) if path.is_empty() => None,
             Some(path) => Some(
-                std::path::absolute(path)
+                std::path::absolute(Path::new(path))
                     .with_context(|| format!("cannot resolve --cache-dir {}", path.display()))?,
             ),
             None => default_cache(

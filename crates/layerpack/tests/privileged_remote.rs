@@ -117,7 +117,8 @@ fn privileged_mounts_and_sandboxes_from_a_bucket() {
     };
     assert!(fetched(&status) < 6 << 20, "{status}");
     let tree = treecmp::snapshot(&source, &Options::default()).unwrap();
-    let seen = treecmp::snapshot(&point, &Options::default()).unwrap();
+    let seen = treecmp::snapshot(&point, &Options::default())
+        .unwrap_or_else(|e| panic!("{e}: {}", node.log()));
     treecmp::assert_same(&tree, &seen);
     assert!(
         server.requests() - before > mounted,

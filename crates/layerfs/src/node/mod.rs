@@ -223,7 +223,7 @@ impl Node {
         let pause = self.config.housekeeping;
         let thread = std::thread::Builder::new()
             .name("housekeeping".to_owned())
-            .stack_size(512 * 1024)
+            .stack_size(2 << 20)
             .spawn(move || housekeeping(&node, &end, pause))
             .at("start a thread for", &self.root)?;
         *self.housekeeper.thread.lock() = Some(thread);

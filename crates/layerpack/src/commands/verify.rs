@@ -70,8 +70,16 @@ pub(super) fn run(context: &Context, args: &VerifyArgs) -> Outcome {
     for reference in &references {
         verified.push(Verified::from(store.verify(reference)?));
     }
+    let unsigned = if args.signed {
+        unsigned(&store, &references, &args.key)?
+    } else {
+        Vec::new()
+    };
     print(context.format, &verified, |out| {
-        for layer in verified.iter().filter(|layer| layer.damage.is_empty()) {
+        for layer in verified
+            .iter()
+            .filter(|layer| layer.damage.is_empty() && !unsigned.contains(&layer.reference))
+        {
             writeln!(
                 out,
                 "{} is good: {} chunks, {} ({} stored){}",
@@ -95,11 +103,6 @@ pub(super) fn run(context: &Context, args: &VerifyArgs) -> Outcome {
             )));
         }
     }
-    let unsigned = if args.signed {
-        unsigned(&store, &references, &args.key)?
-    } else {
-        Vec::new()
-    };
     let mut bad = Vec::new();
     for layer in verified.iter().filter(|layer| !layer.damage.is_empty()) {
         for damage in &layer.damage {

@@ -118,6 +118,11 @@ impl Node {
         digest.to_owned()
     }
 
+    /// What the daemon logged, for messages of tests.
+    pub(crate) fn log(&self) -> String {
+        fs_err::read_to_string(self.root().join("daemon.log")).unwrap_or_default()
+    }
+
     /// Process id of the node's daemon, if one runs.
     pub(crate) fn daemon_pid(&self) -> Option<i32> {
         let output = self.run(["-o", "json", "daemon", "status"]);

@@ -206,8 +206,6 @@ impl LayerStore {
                 Ok(_) if part => continue,
                 Ok(locator) => match locator.packs().iter().find(|p| !packs.contains(p)) {
                     None => continue,
-                    // Elsewhere by purpose.
-                    Some(_) if self.seed_marker(&layer.manifest.map.digest)?.is_some() => continue,
                     Some(pack) => self.missing(&Key::pack(&pack.id)),
                 },
                 Err(error) if error.is_damage() => error,

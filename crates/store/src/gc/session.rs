@@ -145,7 +145,7 @@ impl Session {
         let keeper = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("session".to_owned())
-            .stack_size(256 << 10)
+            .stack_size(2 << 20)
             .spawn(move || keeper.keep())
             .map_err(|source| StoreError::Io {
                 operation: "start",

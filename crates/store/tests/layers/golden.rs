@@ -4,12 +4,10 @@
 use layerpack_store::format::index::{IndexEntry, IndexPack, IndexSegment};
 use layerpack_store::{
     Blob, Codec, Counts, Digest, Extent, Features, FrameLoc, Kind, LayerMap, LayerName, LayerStore,
-    Locator, Manifest, MapBuilder, PackLoc, ParentRef, Version, WriterOptions, open_url,
+    Locator, Manifest, MapBuilder, PackLoc, ParentRef, Version, open_url,
 };
 
-use crate::support::{
-    data_of, memory, noise, options, publish, publish_with, read_all, reference, text,
-};
+use crate::support::{data_of, memory, noise, publish, read_all, reference, text};
 
 fn hex_lines(bytes: &[u8]) -> Vec<String> {
     bytes.chunks(16).map(hex::encode).collect()
@@ -217,11 +215,7 @@ fn manifest_bytes() {
 fn pack_bytes() {
     let (blobs, store) = memory();
     let files = [noise(1, 40), noise(2, 24), noise(3, 65_536)];
-    let with = WriterOptions {
-        frame: 64 << 10,
-        ..options()
-    };
-    publish_with(&store, "base/x:1", &files, with).unwrap();
+    publish(&store, "base/x:1", &files).unwrap();
     let packs = blobs.list("packs/").unwrap();
     let pack = blobs.get(&packs[0].key, u64::MAX).unwrap().unwrap();
     assert_eq!(packs[0].key.digest(), Some(Digest::of(&pack)));
@@ -338,6 +332,20 @@ fn profile_bytes() {
         }],
     };
     let bytes = profile.to_bytes().unwrap();
-    assert_eq!(hex_lines(&bytes), ["4c5050524f460d0a0100000000000000",]);
+    assert_eq!(
+        hex_lines(&bytes),
+        [
+            "4c5050524f460d0a0100000000000000",
+            "00000000000000000100000003000000",
+            "01000000000000000300000000000000",
+            "ff46a600a291513f0101010101010101",
+            "01010101010101010101010101010101",
+            "01010101010101010202020202020202",
+            "02020202020202020202020202020202",
+            "02020202020202020000000011000000",
+            "22220000020000004400000055050000",
+            "72756e",
+        ]
+    );
     assert_eq!(Profile::parse(&bytes).unwrap(), profile);
 }

@@ -48,6 +48,8 @@ pub(crate) fn options() -> WriterOptions {
     WriterOptions {
         level: 1,
         jobs: 1,
+        // Small, so that small layers have several.
+        frame: 64 << 10,
         ..WriterOptions::default()
     }
 }
