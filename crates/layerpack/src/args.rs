@@ -183,7 +183,7 @@ pub(crate) struct ExportArgs {
     /// The stack, bottom first; a diff in front brings its parents along
     #[arg(required = true, value_name = "REF")]
     pub(crate) refs: Vec<String>,
-    /// Where to: oci:DIR, docker-archive:FILE, registry:HOST/REPOSITORY[:TAG], or tar:FILE for what
+    /// Where to: oci:DIR, docker-archive:FILE, `registry:HOST/REPOSITORY[:TAG]`, or tar:FILE for what
     /// the stack shows
     #[arg(long, value_name = "TARGET")]
     pub(crate) to: String,
