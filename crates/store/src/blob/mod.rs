@@ -79,20 +79,20 @@ pub trait BlobStore: Send + Sync + fmt::Debug {
     /// The whole object, or `None` if there is none.
     ///
     /// # Errors
-    /// [`StoreError::TooLarge`] if it has more than `max_len` bytes, before reading it.
+    /// [`TooLarge`](crate::StoreError::TooLarge) if it has more than `max_len` bytes, before reading it.
     fn get(&self, key: &Key, max_len: u64) -> Result<Option<Vec<u8>>>;
 
     /// Exactly the bytes of `range`. An empty range is allowed within the object.
     ///
     /// # Errors
-    /// [`StoreError::Missing`] without the object, [`StoreError::Corrupt`] if it ends before
+    /// [`Missing`](crate::StoreError::Missing) without the object, [`Corrupt`](crate::StoreError::Corrupt) if it ends before
     /// `range.end`.
     fn get_range(&self, key: &Key, range: Range<u64>) -> Result<Vec<u8>>;
 
     /// Writes an object. Durable on return, whatever the outcome: also an object that existed is.
     ///
     /// # Errors
-    /// [`StoreError::NoSpace`] if the store is full.
+    /// [`NoSpace`](crate::StoreError::NoSpace) if the store is full.
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<PutOutcome>;
 
     /// Begins an object whose bytes and key come later.

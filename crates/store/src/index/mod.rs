@@ -4,13 +4,13 @@
 //! A store keeps the index as immutable segments (LPIDX, FORMAT.md), one for each build. How they
 //! are searched depends on what there is:
 //!
-//! * [`local`]: with a directory of the node's own, every segment is read once in its life there and
-//!   kept in **runs** ([`run`]): files sorted by digest with a small table of bucket starts, so that
+//! * `local`: with a directory of the node's own, every segment is read once in its life there and
+//!   kept in **runs** (`run`): files sorted by digest with a small table of bucket starts, so that
 //!   a look-up costs one short read. Runs are merged by size, so few exist. Memory: about 1.4
 //!   bytes a chunk, opening reads headers only.
-//! * [`direct`]: without one, small indexes are read into memory, large ones are verified once and
+//! * `direct`: without one, small indexes are read into memory, large ones are verified once and
 //!   searched where they lie.
-//! * [`compact`]: many small segments of the store become few.
+//! * `compact`: many small segments of the store become few.
 //!
 //! An index is a hint: whoever finds a chunk through it checks the pack's table and the frame.
 
