@@ -256,14 +256,16 @@ impl LocalIndex {
     /// Sorts the runs by size and says how many of the smallest should be one.
     fn pick_merge(&mut self) -> Option<usize> {
         self.runs.sort_by_key(Run::chunks);
+        // Up to the last that is not much larger than all smaller ones together: what stays then
+        // grows by a factor from each to the next, and a merge rewrites a bounded multiple of what
+        // was new.
         let mut sum = 0_u64;
         let mut count = 0;
-        for run in self.runs.iter().take(FAN_IN) {
-            if count > 0 && run.chunks() > sum.saturating_mul(RATIO) {
-                break;
+        for (number, run) in self.runs.iter().take(FAN_IN).enumerate() {
+            if run.chunks() <= sum.saturating_mul(RATIO) {
+                count = number + 1;
             }
             sum += run.chunks();
-            count += 1;
         }
         if count < 2 && self.runs.len() > MAX_RUNS {
             count = self.runs.len() - MAX_RUNS + 1;

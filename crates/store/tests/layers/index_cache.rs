@@ -569,6 +569,23 @@ fn processes_share_a_cache() {
     assert!(index.stats().parts <= 3, "{:?}", index.stats());
 }
 
+/// A small run between does not keep larger ones of similar size apart.
+#[test]
+fn runs_of_similar_size_become_one_whatever_is_smaller() {
+    let dir = tempfile::tempdir().unwrap();
+    let blobs: Arc<dyn BlobStore> = Arc::new(FileStore::new(dir.path().join("store")).unwrap());
+    let store = LayerStore::new(Arc::clone(&blobs));
+    let mut parts = Vec::new();
+    for (first, packs) in [(0, 6), (6, 1), (7, 5)] {
+        for pack in first..first + packs {
+            put(&*blobs, &segment(pack, pack * 1000..pack * 1000 + 1000));
+        }
+        let index = ChunkIndex::open(&store, Some(&dir.path().join("cache"))).unwrap();
+        parts.push(index.stats().parts);
+    }
+    assert_eq!(parts, [1, 2, 1]);
+}
+
 #[test]
 fn killed_processes_leave_a_cache_that_works() {
     let dir = tempfile::tempdir().unwrap();
