@@ -251,9 +251,17 @@ impl FromStr for Reference {
         let (kind, rest) = text
             .split_once('/')
             .ok_or_else(|| invalid(text, "there is no '/' after the kind"))?;
-        let (name, version) = rest
-            .split_once(':')
-            .ok_or_else(|| invalid(text, "there is no ':' before the version"))?;
+        let (name, version) = rest.split_once(':').ok_or_else(|| {
+            invalid(
+                text,
+                match rest.contains('@') {
+                    true => {
+                        "it is a channel, where a version is asked for (untag removes a channel)"
+                    }
+                    false => "there is no ':' before the version",
+                },
+            )
+        })?;
         Ok(Self {
             kind: kind.parse().map_err(whole)?,
             name: LayerName::new(name).map_err(whole)?,

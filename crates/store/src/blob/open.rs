@@ -186,8 +186,8 @@ fn invalid(url: &str, why: impl Into<String>) -> StoreError {
     }
 }
 
-/// The addresses in `text`. A comma separates them where an address with a scheme follows; a
-/// directory's name may hold commas.
+/// The addresses in `text`. A comma separates them where an address with a scheme or an absolute
+/// path follows; another comma belongs to a directory's name.
 fn addresses(text: &str) -> Result<Vec<&str>> {
     if text.is_empty() {
         return Err(invalid(text, format!("it is empty; {SCHEMES}")));
@@ -201,7 +201,7 @@ fn addresses(text: &str) -> Result<Vec<&str>> {
         let (Some(head), Some(tail)) = (head, tail) else {
             break;
         };
-        if has_scheme(tail) {
+        if has_scheme(tail) || tail.starts_with('/') {
             found.push(head);
             rest = tail;
             from = 0;
@@ -210,6 +210,9 @@ fn addresses(text: &str) -> Result<Vec<&str>> {
         }
     }
     found.push(rest);
+    if (found.iter()).any(|address| address.is_empty() || address.ends_with(',')) {
+        return Err(invalid(text, "one of its addresses is empty"));
+    }
     if found.len() > MAX_ADDRESSES {
         return Err(invalid(
             text,
@@ -357,7 +360,7 @@ mod tests {
         for (text, wanted) in [
             ("/a", &["/a"][..]),
             ("/a,b", &["/a,b"]),
-            ("/a,/b", &["/a,/b"]),
+            ("/a,/b", &["/a", "/b"]),
             ("/a,b,mem://x", &["/a,b", "mem://x"]),
             (
                 "s3://b?region=x,http://h/p,file:///d,e",
@@ -366,7 +369,9 @@ mod tests {
         ] {
             assert_eq!(addresses(text).unwrap(), wanted, "{text}");
         }
-        addresses("").unwrap_err();
+        for text in ["", ",", ",/a", "/a,", "file:///a,,file:///b"] {
+            addresses(text).unwrap_err();
+        }
         addresses(&vec!["mem://x"; 17].join(",")).unwrap_err();
     }
 

@@ -22,8 +22,8 @@ use crate::format::locator::Locator;
 use crate::format::map::LayerMap;
 use crate::format::pack::{FRAMES_START, PackTable};
 use crate::key::Key;
-use crate::layer::LayerStore;
 use crate::layer::repack::{chunks_by_frame, place_of};
+use crate::layer::{LayerStore, SeedMarker};
 
 /// An object that nothing uses.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -43,6 +43,9 @@ pub struct AuditedLayer {
     pub manifest: Digest,
     /// Nothing that it needs is damaged, as far as was looked.
     pub sound: bool,
+    /// Set where the store has only a part of it, by purpose: what is elsewhere was not looked at.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub part: Option<SeedMarker>,
 }
 
 /// What proving a store found.
@@ -162,7 +165,8 @@ impl LayerStore {
             }
         }
         report.frames = frames.into_inner().unwrap_or_default();
-        self.audit_layers(&marks, &packs, &mut findings)?;
+        let mut parts = self.audit_layers(&marks, &packs, &mut findings)?;
+        self.audit_signatures(&objects, &marks, &mut findings)?;
         self.audit_index(&objects, &marks, &packs, &mut findings, &mut report)?;
         self.audit_orphans(&objects, &marks, &mut findings, &mut report)?;
         for (digest, layer) in &marks.layers {
@@ -174,6 +178,7 @@ impl LayerStore {
                 name: layer.name.clone(),
                 manifest: *digest,
                 sound,
+                part: parts.remove(&layer.name),
             });
         }
         report.layers.sort_by(|a, b| a.name.cmp(&b.name));
@@ -248,7 +253,8 @@ impl LayerStore {
         marks: &Marks,
         packs: &BTreeMap<Digest, Pack>,
         findings: &mut Findings,
-    ) -> Result<()> {
+    ) -> Result<BTreeMap<String, SeedMarker>> {
+        let mut parts = BTreeMap::new();
         let layers: Vec<&UsedLayer> = marks.layers.values().collect();
         for part in layers.chunks(16) {
             let loaded = parallel::map(part, |layer| {
@@ -269,8 +275,30 @@ impl LayerStore {
                     None => None,
                 };
                 if let (Some(map), Some(locator)) = (map, locator) {
-                    self.audit_places(layer, &map, &locator, packs, findings);
+                    let part = self.audit_places(layer, &map, &locator, packs, findings);
+                    parts.extend(part.map(|part| (layer.name.clone(), part)));
                 }
+            }
+        }
+        Ok(parts)
+    }
+
+    /// That signatures of the layers' manifests are by the keys that they name.
+    fn audit_signatures(
+        &self,
+        objects: &[ObjectInfo],
+        marks: &Marks,
+        findings: &mut Findings,
+    ) -> Result<()> {
+        let signatures = objects.iter().filter_map(|object| {
+            let rest = object.key.as_str().strip_prefix("signatures/")?;
+            let manifest = Digest::from_hex(rest.split_once('/')?.0).ok()?;
+            Some((&object.key, manifest, marks.layers.get(&manifest)?))
+        });
+        for part in signatures.collect::<Vec<_>>().chunks(16) {
+            let checked = parallel::map(part, |(key, manifest, _)| self.signer(manifest, key));
+            for ((_, _, layer), signer) in part.iter().zip(checked) {
+                findings.note(signer, Some(&layer.name))?;
             }
         }
         Ok(())
@@ -284,21 +312,21 @@ impl LayerStore {
         locator: &Locator,
         packs: &BTreeMap<Digest, Pack>,
         findings: &mut Findings,
-    ) {
+    ) -> Option<SeedMarker> {
         let name = Some(layer.name.as_str());
         let key = Key::locator(&layer.manifest.map.digest);
         // Of a part of a layer, packs that are not here are elsewhere by purpose.
         let part = match self.seed_marker(&layer.manifest.map.digest) {
-            Ok(marker) => marker.is_some(),
+            Ok(marker) => marker,
             Err(error) => {
                 findings.add(&error, name);
-                false
+                None
             }
         };
         for loc in locator.packs() {
             let pack_key = Key::pack(&loc.id);
             match packs.get(&loc.id) {
-                None if part && !findings.damaged.contains_key(pack_key.as_str()) => {}
+                None if part.is_some() && !findings.damaged.contains_key(pack_key.as_str()) => {}
                 // Damaged, and named as such already; or not there.
                 None => findings.add(&self.missing(&pack_key), name),
                 Some(pack) if pack.size != loc.size => {
@@ -351,6 +379,7 @@ impl LayerStore {
             let what = format!("{wrong} of its places are not what the packs' tables say");
             findings.add(&self.corrupt(&key, what), name);
         }
+        part
     }
 
     fn audit_index(

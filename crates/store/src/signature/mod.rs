@@ -118,7 +118,7 @@ impl LayerStore {
     }
 
     /// Whose signature an object is; `None` if it was deleted meanwhile.
-    fn signer(&self, manifest: &Digest, key: &Key) -> Result<Option<PublicKey>> {
+    pub(crate) fn signer(&self, manifest: &Digest, key: &Key) -> Result<Option<PublicKey>> {
         let named = key
             .as_str()
             .rsplit('/')

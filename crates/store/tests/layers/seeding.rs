@@ -119,6 +119,11 @@ fn what_profiles_use_is_seeded_and_the_rest_says_so() {
     assert!(to.verify_index().unwrap().is_empty());
     let audit = to.audit(true).unwrap();
     assert!(audit.damaged.is_empty(), "{:?}", audit.damaged);
+    let part = audit.layers[0].part.as_ref().unwrap();
+    assert_eq!(
+        (part.present_frames, part.frames),
+        (layer.frames, layer.all_frames)
+    );
     let repair = to.repair(false).unwrap();
     assert!(repair.is_ok() && repair.relocated.is_empty(), "{repair:?}");
     // The profile came along.
@@ -151,6 +156,7 @@ fn what_profiles_use_is_seeded_and_the_rest_says_so() {
     assert_eq!(read_all(&to, "base/a:1").unwrap(), data_of(&files()));
     assert!(to.seed_marker(&manifest.map.digest).unwrap().is_none());
     assert_eq!(to.verify(&reference("base/a:1")).unwrap().absent_frames, 0);
+    assert!(to.audit(false).unwrap().layers[0].part.is_none());
 }
 
 #[test]

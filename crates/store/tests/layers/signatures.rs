@@ -99,6 +99,10 @@ fn a_signature_that_was_moved_or_changed_is_refused() {
     for bad in [&b""[..], b"{}", &good[..good.len() - 1], &[b'['; 4000]] {
         store.blobs().put(&object, bad, PutMode::Overwrite).unwrap();
         assert!(store.is_signed_by(&digest, &key_1.public()).is_err());
+        // Proving the store finds it, and whose it is.
+        let damaged = store.audit(false).unwrap().damaged;
+        let found = damaged.iter().find(|lost| lost.object == object.as_str());
+        assert_eq!(found.unwrap().layers, ["base/a:1"], "{damaged:?}");
     }
     assert!(store.sign(&digest, &key_1).unwrap());
     assert!(store.is_signed_by(&digest, &key_1.public()).unwrap());

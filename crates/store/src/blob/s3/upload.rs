@@ -11,6 +11,8 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant, SystemTime};
 
 use aws_sdk_s3::Client;
+use aws_sdk_s3::config::http::HttpResponse;
+use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
 use aws_sdk_s3::primitives::ByteStream;
 use aws_sdk_s3::types::{CompletedMultipartUpload, CompletedPart};
 use bytes::Bytes;
@@ -91,14 +93,24 @@ async fn put_single(
             .send()
             .await
             .map(|_| ())
-            .map_err(|e| {
-                (
-                    status_and_code(&e).0,
-                    failed(about, &e, &core.options.timeouts),
-                )
-            })
+            .map_err(|e| core.refused(about, &e))
     })
     .await
+}
+
+impl Core {
+    /// What [`conditionally`] has to know of a failed request.
+    fn refused<E>(
+        &self,
+        about: About<'_>,
+        error: &SdkError<E, HttpResponse>,
+    ) -> (Option<u16>, StoreError)
+    where
+        E: ProvideErrorMetadata + std::error::Error + 'static,
+    {
+        let status = status_and_code(error).0;
+        (status, failed(about, error, &self.options.timeouts))
+    }
 }
 
 /// Makes a request with `If-None-Match: *` if that is wanted and the server takes it, and learns
@@ -275,12 +287,7 @@ impl Multipart {
                         .send()
                         .await
                         .map(|_| ())
-                        .map_err(|e| {
-                            (
-                                status_and_code(&e).0,
-                                failed(about, &e, &core.options.timeouts),
-                            )
-                        })
+                        .map_err(|e| core.refused(about, &e))
                 })
                 .await;
                 match done {
@@ -501,12 +508,7 @@ async fn copy(
                     .send()
                     .await
                     .map(|_| ())
-                    .map_err(|e| {
-                        (
-                            status_and_code(&e).0,
-                            failed(about, &e, &core.options.timeouts),
-                        )
-                    })
+                    .map_err(|e| core.refused(about, &e))
             })
             .await
         })
