@@ -98,6 +98,37 @@ fn permission_bits(text: &[u8]) -> Option<u16> {
     })
 }
 
+/// Whether the kernel takes the bytes for an ACL (its `posix_acl_valid`). It fails every access to a
+/// file with another one by anybody but its owner.
+pub(crate) fn is_valid(value: &[u8]) -> bool {
+    let Some((version, entries)) = value.split_first_chunk::<4>() else {
+        return false;
+    };
+    let (entries, rest) = entries.as_chunks::<8>();
+    if u32::from_le_bytes(*version) != VERSION || !rest.is_empty() {
+        return false;
+    }
+    // The tags that may come next; named entries need a mask.
+    let (mut next, mut masked) = (USER_OBJ, true);
+    for &[t0, t1, p0, p1, i0, i1, i2, i3] in entries {
+        let tag = u16::from_le_bytes([t0, t1]);
+        let id = u32::from_le_bytes([i0, i1, i2, i3]);
+        let named = matches!(tag, USER | GROUP);
+        if u16::from_le_bytes([p0, p1]) > 7 || next & tag == 0 || (named && id == NO_ID) {
+            return false;
+        }
+        next = match tag {
+            USER_OBJ | USER => USER | GROUP_OBJ,
+            GROUP_OBJ | GROUP => GROUP | MASK | OTHER,
+            MASK => OTHER,
+            OTHER => 0,
+            _ => return false, // several tags at once
+        };
+        masked = (masked && !named) || tag == MASK;
+    }
+    masked && (next == 0 || entries.is_empty())
+}
+
 /// Maps the ids in an ACL's bytes. Ids that `user` or `group` cannot map are its error.
 pub(crate) fn map_ids(
     value: &[u8],
@@ -170,6 +201,51 @@ mod tests {
         ] {
             assert!(from_text(bad.as_bytes()).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn what_the_kernel_takes_is_valid() {
+        let acl = |entries: &[(u16, u16, u32)]| {
+            let mut bytes = VERSION.to_le_bytes().to_vec();
+            for (tag, permissions, id) in entries {
+                bytes.extend_from_slice(&tag.to_le_bytes());
+                bytes.extend_from_slice(&permissions.to_le_bytes());
+                bytes.extend_from_slice(&id.to_le_bytes());
+            }
+            bytes
+        };
+        let (user, group, mask) = (
+            (USER_OBJ, 7, NO_ID),
+            (GROUP_OBJ, 5, NO_ID),
+            (MASK, 7, NO_ID),
+        );
+        let other = (OTHER, 0, NO_ID);
+        let (named, names) = ((USER, 4, 1000), (GROUP, 4, 1000));
+        for good in [
+            &[user, group, other][..],
+            &[user, group, mask, other],
+            &[user, named, named, group, names, mask, other],
+            &[],
+        ] {
+            assert!(is_valid(&acl(good)), "{good:?}");
+        }
+        for bad in [
+            &[user, group][..],
+            &[group, other],
+            &[user, other],
+            &[user, named, group, other],
+            &[user, group, named, mask, other],
+            &[user, group, mask, mask, other],
+            &[user, group, other, other],
+            &[(USER_OBJ, 8, NO_ID), group, other],
+            &[user, (USER, 4, NO_ID), group, mask, other],
+            &[(USER_OBJ | USER, 7, NO_ID), group, other],
+        ] {
+            assert!(!is_valid(&acl(bad)), "{bad:?}");
+        }
+        let good = acl(&[user, group, other]);
+        assert!(!is_valid(&good[..good.len() - 1]) && !is_valid(b"zz") && !is_valid(b""));
+        assert!(!is_valid(&[&[1], &good[1..]].concat()));
     }
 
     #[test]

@@ -96,12 +96,20 @@ pub enum PackError {
         /// Why, and what to do.
         why: String,
     },
+    /// A path in a layer or stack at which there is not what was asked for.
+    #[error("cannot read {path} in the layers: {why}")]
+    NotThere {
+        /// The path.
+        path: String,
+        /// What is there, or that nothing is.
+        why: String,
+    },
     /// A limit of [`crate::Limits`] was passed.
-    #[error("{object} has more than {limit} {unit}; if that is right, raise the limit {name}")]
+    #[error("{object} has more than {limit} {unit}{}", remedy(name))]
     Limit {
         /// The source, or the file concerned.
         object: String,
-        /// The limit's name.
+        /// The limit's field in [`crate::Limits`]; another name for what cannot be raised.
         name: &'static str,
         /// The limit's value.
         limit: u64,
@@ -173,5 +181,25 @@ impl PackError {
             path: crate::show(path),
             why: why.into(),
         }
+    }
+}
+
+/// A path that a view does not have, or not as a file.
+pub(crate) fn not_there(path: &[u8], why: impl Into<String>) -> PackError {
+    PackError::NotThere {
+        path: crate::show(path),
+        why: why.into(),
+    }
+}
+
+/// How a limit is raised.
+fn remedy(limit: &str) -> String {
+    match limit {
+        "max_xattr_value" => "; if that is right, raise it with --max-xattr".to_owned(),
+        "max_entries" | "max_bytes" | "max_ratio" | "max_path" | "max_depth" => format!(
+            "; if that is right, raise it with --{}",
+            limit.replace('_', "-")
+        ),
+        _ => ", which no option raises".to_owned(),
     }
 }

@@ -41,7 +41,7 @@ pub use build::{build, build_split};
 pub use error::{PackError, Result};
 pub use export::{
     Compression, ExportOptions, ExportReport, ExportTarget, FlattenOptions, FlattenReport, export,
-    flatten,
+    export_tar, flatten,
 };
 pub use git::GitIndex;
 pub use image::{ImageSource, ImportOptions, ImportReport, import, import_split};
@@ -59,6 +59,9 @@ pub use view::{Change, ChangeKind, Difference, EntryKind, Find, SizeTest, View, 
 /// to a readable length.
 pub(crate) fn show(path: &[u8]) -> String {
     const LONGEST: usize = 300;
+    if path.is_empty() {
+        return "the root".to_owned();
+    }
     let mut text = String::new();
     for chunk in path.utf8_chunks() {
         for c in chunk.valid().chars() {

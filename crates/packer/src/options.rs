@@ -48,7 +48,7 @@ impl FromStr for Source {
 pub struct Limits {
     /// Most entries: files, directories, links, and an archive's headers.
     pub max_entries: u64,
-    /// Most bytes read: file contents, or the uncompressed archive.
+    /// Most bytes read: file contents, or the uncompressed archive. Holes are not read.
     pub max_bytes: u64,
     /// Most uncompressed bytes for each stored one of a compressed archive. Counts from 1 GiB of
     /// uncompressed bytes on.

@@ -39,7 +39,7 @@ impl FromStr for IdMapRange {
         let bad = || {
             PackError::InvalidOption {
             option: format!("id map {text:?}"),
-            why: "it is INSIDE:OUTSIDE:COUNT, three numbers below 4294967296: ids OUTSIDE, OUTSIDE+1, ... of the source become INSIDE, INSIDE+1, ... in the layer".to_owned(),
+            why: "it is INSIDE:OUTSIDE:COUNT, three numbers, with ids below 4294967295: ids OUTSIDE, OUTSIDE+1, ... of the source become INSIDE, INSIDE+1, ... in the layer".to_owned(),
         }
         };
         let number = |part: Option<&str>| {
@@ -53,6 +53,12 @@ impl FromStr for IdMapRange {
             outside: number(parts.next())?,
             count: number(parts.next())?,
         };
+        // The last id is -1 to every call that sets an owner.
+        for first in [range.inside, range.outside] {
+            if u64::from(first) + u64::from(range.count) > u64::from(NOBODY) {
+                return Err(bad());
+            }
+        }
         match parts.next() {
             None => Ok(range),
             Some(_) => Err(bad()),

@@ -207,6 +207,11 @@ impl TarSource<'_> {
                 return Ok(());
             }
         }
+        if self.layer.is_behind_file(self.start, path) {
+            // Nothing can be there to hide. `umoci repack` writes such marks where a file takes a
+            // directory's place.
+            return Ok(());
+        }
         let Place::Named { parent, .. } = self.layer.place(self.start, &entry.path)? else {
             return Ok(());
         };
@@ -243,7 +248,7 @@ impl TarSource<'_> {
         };
         let target = target.ok_or_else(|| {
             let why = format!(
-                "it is a hard link to {}, which the archive does not have before it; pack the layers below together with it",
+                "it is a hard link to {}, which the archive does not have before it; if it is in a layer below, name that with --parent",
                 crate::show(&entry.link)
             );
             PackError::unsupported(&entry.path, why)

@@ -96,6 +96,12 @@ impl Warnings {
                 .push(format!("{} more warnings like these", self.more));
         }
         for (name, entries) in self.dropped {
+            if name.is_empty() {
+                self.kept.push(format!(
+                    "dropped attributes without a name of {entries} entries"
+                ));
+                continue;
+            }
             let name = crate::show(&name);
             self.kept.push(format!(
                 "dropped attribute {name} of {entries} entries; to keep it, build with --xattr {name}"

@@ -91,9 +91,32 @@ impl Allowed {
             }
             keeps
         });
+        xattrs.retain(|name, value| {
+            let well = is_well_formed(name, value);
+            if !well {
+                warnings.add(format!(
+                    "dropped attribute {} of {}: its value has no form that the kernel takes",
+                    crate::show(name),
+                    crate::show(path)
+                ));
+            }
+            well
+        });
         xattrs
             .iter()
             .try_for_each(|(name, value)| self.check(path, name, value))
+    }
+}
+
+/// Whether the kernel takes the value of an attribute that it acts on. It refuses access to the
+/// file otherwise.
+fn is_well_formed(name: &[u8], value: &[u8]) -> bool {
+    match name {
+        b"system.posix_acl_access" | b"system.posix_acl_default" => crate::acl::is_valid(value),
+        b"security.capability" => {
+            crate::capability::map_root(value, Ok).is_ok_and(|known| known.is_some())
+        }
+        _ => true,
     }
 }
 

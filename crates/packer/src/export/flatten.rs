@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use layerpack_store::{Digest, LayerStore};
 
 use super::contents::Contents;
-use super::{persist, temporary, write_error};
+use super::{manifests, persist, temporary, write_error};
 use crate::error::{PackError, Result};
 use crate::layout::{self, Standalone};
 use crate::merge;
@@ -51,7 +51,8 @@ pub struct FlattenReport {
 /// Writes a stack as one EROFS image.
 ///
 /// # Errors
-/// [`PackError::InvalidOption`] without layers, [`PackError::Write`], [`PackError::Store`] for
+/// [`PackError::InvalidOption`] without layers or for a file that is no regular one,
+/// [`PackError::Write`], [`PackError::Store`] for
 /// data that is missing or damaged. What was there before stays as it was.
 pub fn flatten(
     store: &LayerStore,
@@ -59,16 +60,13 @@ pub fn flatten(
     progress: &dyn Progress,
 ) -> Result<FlattenReport> {
     progress.phase("export");
-    let mut stack = Vec::with_capacity(options.layers.len());
-    for digest in &options.layers {
-        stack.push((*digest, store.manifest(digest)?));
-    }
-    if stack.is_empty() {
+    if options.file.as_os_str() == "-" {
         return Err(PackError::InvalidOption {
-            option: "layers".to_owned(),
-            why: "there is nothing to flatten; name at least one layer".to_owned(),
+            option: "target -".to_owned(),
+            why: "an image is not written from its start to its end; name a file".to_owned(),
         });
     }
+    let stack = manifests(store, &options.layers, "flatten")?;
     let mut warnings = Warnings::default();
     let mut merged = merge::stack(store, &stack, true, &mut warnings)?;
     merge::overlay::bottom(&mut merged)?;

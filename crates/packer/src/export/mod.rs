@@ -31,7 +31,8 @@ use crate::warnings::Warnings;
 /// Where layers go.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ExportTarget {
-    /// One tar archive of what the stack shows. An existing file is replaced.
+    /// One tar archive of what the stack shows. An existing file is replaced; a pipe or a device
+    /// is written to, and gets a part of the archive if that fails.
     Tar(PathBuf),
     /// An OCI image layout; other images that the directory has stay in it.
     Oci(PathBuf),
@@ -54,6 +55,8 @@ impl FromStr for ExportTarget {
         match text.split_once(':') {
             None => Err(invalid("it has no scheme")),
             Some((_, "")) => Err(invalid("its path is empty")),
+            // As a file's name it would surprise; for standard output there is `export_tar`.
+            Some((_, "-")) => Err(invalid("- is no file; ./- is one")),
             Some(("tar", path)) => Ok(Self::Tar(PathBuf::from(path))),
             Some(("oci", path)) => Ok(Self::Oci(PathBuf::from(path))),
             Some(("docker-archive", path)) => Ok(Self::DockerArchive(PathBuf::from(path))),
@@ -151,16 +154,7 @@ pub fn export(
     progress: &dyn Progress,
 ) -> Result<ExportReport> {
     progress.phase("export");
-    let mut stack = Vec::with_capacity(options.layers.len());
-    for digest in &options.layers {
-        stack.push((*digest, store.manifest(digest)?));
-    }
-    if stack.is_empty() {
-        return Err(PackError::InvalidOption {
-            option: "layers".to_owned(),
-            why: "there is nothing to export; name at least one layer".to_owned(),
-        });
-    }
+    let stack = manifests(store, &options.layers, "export")?;
     let mut warnings = Warnings::default();
     let mut report = match &options.target {
         ExportTarget::Tar(path) => flat(store, &stack, path, progress, &mut warnings)?,
@@ -176,6 +170,41 @@ pub fn export(
     Ok(report)
 }
 
+/// The manifests of a stack; `verb` is what is done with it.
+fn manifests(store: &LayerStore, layers: &[Digest], verb: &str) -> Result<Vec<(Digest, Manifest)>> {
+    if layers.is_empty() {
+        return Err(PackError::InvalidOption {
+            option: "layers".to_owned(),
+            why: format!("there is nothing to {verb}; name at least one layer"),
+        });
+    }
+    let mut stack = Vec::with_capacity(layers.len());
+    for digest in layers {
+        stack.push((*digest, store.manifest(digest)?));
+    }
+    Ok(stack)
+}
+
+/// Writes one archive of what a stack shows (`layers`: manifests, bottom first) to a stream that
+/// `target` names in errors. What was written when an error comes is a part of an archive.
+///
+/// # Errors
+/// As [`export`].
+pub fn export_tar(
+    store: &LayerStore,
+    layers: &[Digest],
+    target: &str,
+    out: &mut dyn Write,
+    progress: &dyn Progress,
+) -> Result<ExportReport> {
+    progress.phase("export");
+    let stack = manifests(store, layers, "export")?;
+    let mut warnings = Warnings::default();
+    let mut report = stream(store, &stack, target, out, progress, &mut warnings)?;
+    report.warnings = warnings.into_vec();
+    Ok(report)
+}
+
 /// One archive of what the stack shows.
 fn flat(
     store: &LayerStore,
@@ -184,23 +213,51 @@ fn flat(
     progress: &dyn Progress,
     warnings: &mut Warnings,
 ) -> Result<ExportReport> {
+    let target = path.display().to_string();
+    let error = |source| write_error(path, source);
+    if is_special(path) {
+        let mut file = fs_err::OpenOptions::new()
+            .write(true)
+            .open(path)
+            .map_err(error)?;
+        return stream(store, stack, &target, &mut file, progress, warnings);
+    }
+    let mut file = temporary(path)?;
+    let report = stream(
+        store,
+        stack,
+        &target,
+        file.as_file_mut(),
+        progress,
+        warnings,
+    )?;
+    persist(file, path)?;
+    Ok(report)
+}
+
+fn stream(
+    store: &LayerStore,
+    stack: &[(Digest, Manifest)],
+    target: &str,
+    out: &mut dyn Write,
+    progress: &dyn Progress,
+    warnings: &mut Warnings,
+) -> Result<ExportReport> {
     let mut merged = merge::stack(store, stack, true, warnings)?;
     merge::overlay::bottom(&mut merged)?;
     let mut contents = Contents::new(store, stack.iter().map(|(_, manifest)| manifest))?;
-    let target = path.display().to_string();
-    let mut file = temporary(path)?;
-    let mut out = image::Sink::new(BufWriter::with_capacity(1 << 20, file.as_file_mut()));
+    let mut out = image::Sink::new(BufWriter::with_capacity(1 << 20, out));
     Writing {
         below: None,
         image: false,
-        target: &target,
+        target,
         progress,
         warnings,
     }
     .write(&merged, &mut contents, &mut out)?;
-    out.flush().map_err(|source| write_error(path, source))?;
+    out.flush()
+        .map_err(|source| write_error(Path::new(target), source))?;
     let (digest, bytes) = out.finish();
-    persist(file, path)?;
     Ok(ExportReport {
         digest: digest.to_string(),
         name: None,
@@ -211,8 +268,25 @@ fn flat(
     })
 }
 
+/// Whether something that is no regular file has this name: a pipe, a device, a directory.
+fn is_special(path: &Path) -> bool {
+    fs_err::metadata(path).is_ok_and(|there| !there.is_file())
+}
+
+/// Where a file is, if a symbolic link leads to it.
+fn behind(path: &Path) -> PathBuf {
+    fs_err::canonicalize(path).unwrap_or_else(|_| path.to_owned())
+}
+
 /// A file next to `path`, gone unless it is persisted.
 fn temporary(path: &Path) -> Result<NamedTempFile> {
+    if is_special(path) {
+        return Err(PackError::InvalidOption {
+            option: format!("target {}", path.display()),
+            why: "it exists and is no regular file, which alone can be replaced".to_owned(),
+        });
+    }
+    let path = &behind(path);
     let dir = match path.parent() {
         Some(dir) if !dir.as_os_str().is_empty() => dir,
         _ => Path::new("."),
@@ -223,6 +297,7 @@ fn temporary(path: &Path) -> Result<NamedTempFile> {
 /// Gives a temporary file its name, when its bytes are on disk.
 fn persist(file: NamedTempFile, path: &Path) -> Result<()> {
     use std::os::unix::fs::PermissionsExt as _;
+    let path = &behind(path);
     let error = |source| write_error(path, source);
     file.as_file()
         .set_permissions(std::fs::Permissions::from_mode(0o644))

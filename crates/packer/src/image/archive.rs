@@ -189,7 +189,7 @@ pub(super) fn member(
 ) -> Result<Box<dyn Read + Send>> {
     let io = |source| PackError::io("read", archive.display().to_string(), source);
     if plain {
-        let mut file = fs_err::File::open(archive).map_err(io)?;
+        let mut file = super::open_regular(archive)?;
         file.seek(SeekFrom::Start(offset)).map_err(io)?;
         return Ok(Box::new(file.take(size)));
     }
@@ -203,7 +203,7 @@ pub(super) fn member(
 fn is_plain(path: &Path) -> Result<bool> {
     let io = |source| PackError::io("read", path.display().to_string(), source);
     let mut start = Vec::new();
-    let file = fs_err::File::open(path).map_err(io)?;
+    let file = super::open_regular(path)?;
     file.take(512).read_to_end(&mut start).map_err(io)?;
     Ok(start.get(257..262) == Some(b"ustar"))
 }

@@ -19,6 +19,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use fs_err::os::unix::fs::OpenOptionsExt as _;
 use hashing::Sha;
 pub(crate) use import::{CONFIG, config_annotation};
 pub use import::{ImportOptions, ImportReport, import, import_split};
@@ -152,11 +153,7 @@ impl Blob {
     /// The stored bytes.
     fn open(&self) -> Result<Box<dyn Read + Send>> {
         match &self.place {
-            Place::File(path) => {
-                let file = fs_err::File::open(path)
-                    .map_err(|source| PackError::io("open", path.display().to_string(), source))?;
-                Ok(Box::new(file))
-            }
+            Place::File(path) => Ok(Box::new(open_regular(path)?)),
             Place::Member {
                 archive,
                 plain,
@@ -177,4 +174,23 @@ fn parse_json<T: serde::de::DeserializeOwned>(path: &Path, bytes: &[u8]) -> Resu
         path: path.display().to_string(),
         what: error.to_string(),
     })
+}
+
+/// Opens a file of an image. Anything but a regular file is refused: a pipe would have the build
+/// wait for whoever writes to it.
+fn open_regular(path: &Path) -> Result<fs_err::File> {
+    let io = |source| PackError::io("open", path.display().to_string(), source);
+    let flags = rustix::fs::OFlags::NONBLOCK.bits();
+    let file = fs_err::OpenOptions::new()
+        .read(true)
+        .custom_flags(flags.cast_signed())
+        .open(path)
+        .map_err(io)?;
+    if !file.metadata().map_err(io)?.is_file() {
+        return Err(PackError::BadImage {
+            path: path.display().to_string(),
+            what: "it is not a regular file".to_owned(),
+        });
+    }
+    Ok(file)
 }

@@ -221,7 +221,7 @@ fn blob_document(dir: &Path, descriptor: &Descriptor) -> Result<(PathBuf, Vec<u8
 fn document(path: &Path) -> Result<Vec<u8>> {
     let io = |source| PackError::io("read", path.display().to_string(), source);
     let mut bytes = Vec::new();
-    let file = fs_err::File::open(path).map_err(io)?;
+    let file = super::open_regular(path)?;
     file.take(MAX_DOCUMENT + 1)
         .read_to_end(&mut bytes)
         .map_err(io)?;

@@ -8,11 +8,11 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-use layerpack_erofs::{NodeId, Tree};
+use layerpack_erofs::{NodeId, NodeKind, Tree};
 
 use super::{Content, Layer, OPAQUE, Place};
 use crate::error::{PackError, Result};
-use crate::path::join;
+use crate::path::{components, join};
 
 /// See the module's documentation.
 pub(crate) struct Below {
@@ -79,6 +79,34 @@ impl Layer {
         let id = below.layer.tree.child(*below.of.get(&parent)?, name)?;
         // One of theirs removed it.
         (!below.layer.is_whiteout(id)).then_some((id, &below.layer))
+    }
+
+    /// Whether something that is neither a directory nor a symbolic link is on the way to `path`,
+    /// in this layer or in those below: nothing can be at the path then.
+    pub(crate) fn is_behind_file(&self, start: NodeId, path: &[u8]) -> bool {
+        let lower = self.below.as_deref();
+        let mut own = Some(start);
+        let mut beneath = lower.and_then(|below| below.of.get(&start).copied());
+        let mut names = components(path);
+        names.pop();
+        for name in names {
+            let hidden = own.is_some_and(|own| self.hides(own, name));
+            let under = lower.zip(beneath).and_then(|(below, id)| {
+                let id = below.layer.tree.child(id, name).filter(|_| !hidden)?;
+                (!below.layer.is_whiteout(id)).then_some((id, &below.layer.tree.node(id).kind))
+            });
+            own = own.and_then(|own| self.tree.child(own, name));
+            match (own.map(|own| &self.tree.node(own).kind), under) {
+                (Some(NodeKind::Directory), under) => {
+                    beneath = under.filter(|(_, kind)| kind.is_dir()).map(|(id, _)| id);
+                }
+                (None, Some((id, NodeKind::Directory))) => beneath = Some(id),
+                (None, None) | (Some(NodeKind::Symlink(_)), _) => return false,
+                (None, Some((_, NodeKind::Symlink(_)))) => return false,
+                (Some(_), _) | (None, Some(_)) => return true,
+            }
+        }
+        false
     }
 
     /// Notes that the layer has a directory `child` under a name of `parent`.

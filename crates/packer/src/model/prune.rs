@@ -36,6 +36,11 @@ impl Layer {
                 self.tree.remove(parent, &name)?;
             }
         }
+        if self.tree.is_childless(start) && self.whiteouts.is_empty() {
+            self.warnings.add(
+                "the layer is empty: nothing in the source is what was to be included".to_owned(),
+            );
+        }
         Ok(())
     }
 }

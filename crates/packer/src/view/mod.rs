@@ -16,7 +16,7 @@ use layerpack_store::{Digest, Kind, LayerStore, Manifest};
 pub use diff::{Change, ChangeKind, Difference};
 pub use find::{Find, SizeTest};
 
-use crate::error::{PackError, Result};
+use crate::error::{PackError, Result, not_there};
 use crate::export::Contents;
 use crate::merge;
 use crate::model::Layer;
@@ -181,7 +181,7 @@ impl View {
 
     /// Finds a path, and the path that it really is. Links never lead out of the view.
     fn lookup(&self, path: &[u8], follow: bool) -> Result<(NodeId, Vec<u8>)> {
-        let fail = |why: &str| Err(PackError::unsupported(path, why.to_owned()));
+        let fail = |why: &str| Err(not_there(path, why));
         let split = |text: &[u8]| -> Vec<Vec<u8>> {
             let parts = text.split(|&b| b == b'/');
             let parts = parts.filter(|part| !part.is_empty() && *part != b".");
@@ -228,7 +228,7 @@ impl View {
     /// zeros. Symbolic links are followed within the view. Bytes written.
     ///
     /// # Errors
-    /// [`PackError::Unsupported`] if there is no such file, [`PackError::Store`] if a chunk cannot
+    /// [`PackError::NotThere`] if there is no such file, [`PackError::Store`] if a chunk cannot
     /// be read, [`PackError::Write`] if `out` fails, naming `target`.
     pub fn cat(&self, path: &[u8], out: &mut dyn Write, target: &str) -> Result<u64> {
         let (id, real) = self.lookup(path, true)?;
@@ -237,7 +237,7 @@ impl View {
                 EntryKind::File => return Ok(0), // empty
                 kind => format!("it is a {}, not a file", kind.as_str()),
             };
-            return Err(PackError::unsupported(&real, why));
+            return Err(not_there(&real, why));
         };
         let failed = |source| PackError::Write {
             path: target.to_owned(),

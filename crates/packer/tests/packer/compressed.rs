@@ -146,11 +146,11 @@ fn bombs_are_bounded_by_size_and_by_ratio() {
     assert_eq!(packed.map.data_size(), 0);
     with.limits.max_ratio = 1000;
     let error = try_pack(&memory_store(), &with).err().unwrap();
-    assert!(chain(&error).contains("max_ratio"), "{}", chain(&error));
+    assert!(chain(&error).contains("--max-ratio"), "{}", chain(&error));
     with.limits.max_ratio = u64::MAX;
     with.limits.max_bytes = 100 << 20;
     let error = try_pack(&memory_store(), &with).err().unwrap();
-    assert!(chain(&error).contains("max_bytes"), "{}", chain(&error));
+    assert!(chain(&error).contains("--max-bytes"), "{}", chain(&error));
 }
 
 #[test]

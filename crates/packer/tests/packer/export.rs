@@ -295,3 +295,47 @@ fn the_image_is_run_as_the_one_that_it_came_from() {
     );
     assert_eq!(back[0].manifest.platform, "linux/arm64");
 }
+
+/// A pipe or a device is written to, never replaced; what needs a file says so.
+#[test]
+fn what_is_no_file_is_not_replaced() {
+    let store = memory_store();
+    let mut tar = TarWriter::new();
+    tar.dir("./", 0o755).file("a", "1");
+    pack(&store, "base/a:1", tar);
+    let scratch = ScratchDir::new("special").unwrap();
+    let dir = scratch.path();
+    let plain = dir.join("plain.tar");
+    try_export(&store, &["base/a:1"], &target("tar", &plain), |_| {}).unwrap();
+    let expected = fs_err::read(&plain).unwrap();
+
+    let pipe = dir.join("pipe");
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+    assert!(made.unwrap().success());
+    for scheme in ["docker-archive", "tar"] {
+        let reader = (scheme == "tar").then(|| {
+            let pipe = pipe.clone();
+            std::thread::spawn(move || fs_err::read(pipe).unwrap())
+        });
+        let done = try_export(&store, &["base/a:1"], &target(scheme, &pipe), |_| {});
+        assert_eq!(done.is_ok(), scheme == "tar", "{done:?}");
+        if let Some(reader) = reader {
+            assert!(reader.join().unwrap() == expected);
+        }
+        assert!(std::os::unix::fs::FileTypeExt::is_fifo(
+            &fs_err::metadata(&pipe).unwrap().file_type()
+        ));
+    }
+    // Through a link the file behind it is replaced, not the link.
+    let link = dir.join("link");
+    fs_err::os::unix::fs::symlink("plain.tar", &link).unwrap();
+    fs_err::write(&plain, "old").unwrap();
+    try_export(&store, &["base/a:1"], &target("tar", &link), |_| {}).unwrap();
+    assert!(fs_err::read(&plain).unwrap() == expected);
+    assert!(fs_err::symlink_metadata(&link).unwrap().is_symlink());
+    assert!("tar:-".parse::<layerpack_packer::ExportTarget>().is_err());
+}
+
+fn target(scheme: &str, path: &Path) -> String {
+    format!("{scheme}:{}", path.display())
+}

@@ -430,16 +430,25 @@ fn whatever_does_not_fit_its_digest_is_refused_and_nothing_is_published() {
     let count = blobs(&build()).len();
     assert_eq!(count, 3);
     for index in 0..count {
-        for change in 0..3 {
+        for change in 0..4 {
             let scratch = build();
             let path = &blobs(&scratch)[index];
             let mut bytes = fs_err::read(path).unwrap();
             match change {
+                // A pipe, for which nobody would ever wait.
+                3 => {
+                    fs_err::remove_file(path).unwrap();
+                    let made = std::process::Command::new("mkfifo").arg(path).status();
+                    assert!(made.unwrap().success());
+                }
                 0 => bytes.push(b' '),
                 1 => drop(bytes.pop()),
-                _ => bytes[12] ^= 1,
+                2 => bytes[12] ^= 1,
+                _ => unreachable!(),
             }
-            fs_err::write(path, bytes).unwrap();
+            if change != 3 {
+                fs_err::write(path, bytes).unwrap();
+            }
             let store = memory_store();
             let error = import(&store, &options(&scratch, ""), &Silent).unwrap_err();
             let name = path.file_name().unwrap().to_str().unwrap();
@@ -611,7 +620,7 @@ fn bombs_are_bounded_over_all_layers() {
     let mut options = options(&scratch, "");
     options.limits.max_bytes = 10 << 20;
     let error = import(&memory_store(), &options, &Silent).unwrap_err();
-    assert!(chain(&error).contains("max_bytes"), "{}", chain(&error));
+    assert!(chain(&error).contains("--max-bytes"), "{}", chain(&error));
     options.limits.max_bytes = 14 << 20;
     import(&memory_store(), &options, &Silent).unwrap();
 }

@@ -122,6 +122,29 @@ fn whiteouts_hide_what_is_below_and_only_that() {
     assert!(!tree.paths().iter().any(|path| path.contains(".wh.")));
 }
 
+/// As `umoci repack` writes a file in a directory's place.
+#[test]
+fn a_whiteout_behind_a_file_has_nothing_to_hide() {
+    for file_first in [true, false] {
+        let mut tar = TarWriter::new();
+        if file_first {
+            tar.file("d", "now a file");
+        }
+        tar.whiteout("d", "y");
+        tar.whiteout("d/deeper", "z");
+        tar.whiteout("d", ".wh..opq");
+        if !file_first {
+            tar.file("d", "now a file");
+        }
+        let tree = upper(tar.finish()).tree();
+        assert_eq!(tree.get("d").content(), b"now a file");
+        assert_eq!(
+            tree.paths().iter().filter(|path| !path.is_empty()).count(),
+            1
+        );
+    }
+}
+
 #[test]
 fn a_directory_in_place_of_a_removed_one_is_opaque() {
     for order in 0..3 {

@@ -431,28 +431,28 @@ fn every_limit_holds_for_every_source() {
                 max_entries: 5,
                 ..all
             },
-            ["max_entries", "5"],
+            ["--max-entries", "5"],
         ),
         (
             Limits {
                 max_bytes: 50_000,
                 ..all
             },
-            ["max_bytes", "50000"],
+            ["--max-bytes", "50000"],
         ),
         (
             Limits {
                 max_path: 10,
                 ..all
             },
-            ["max_path", "10"],
+            ["--max-path", "10"],
         ),
         (
             Limits {
                 max_depth: 4,
                 ..all
             },
-            ["max_depth", "4"],
+            ["--max-depth", "4"],
         ),
     ] {
         limited(limits).refused(&scratch, &dir, &parts);

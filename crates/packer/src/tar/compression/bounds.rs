@@ -134,7 +134,7 @@ mod tests {
         assert_eq!(read(FREE + 1000, 2 << 20).unwrap(), FREE + 1000);
         let error = read(FREE + 1000, 1000).unwrap_err().to_string();
         assert!(
-            error.contains("a.tar") && error.contains("max_ratio"),
+            error.contains("a.tar") && error.contains("--max-ratio"),
             "{error}"
         );
     }
