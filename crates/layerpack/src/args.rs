@@ -32,9 +32,10 @@ pub(crate) use transfer::{CopyArgs, PullArgs, PushArgs, TransferArgs};
 pub(crate) const DEFAULT_ROOT: &str = "/var/lib/layerpack";
 
 const EXIT_CODES: &str = "\
-Exit codes: 0 done; 1 failed (one line that starts with `error:` says why); 2 wrong usage.
-`run` and `sandbox exec` pass on the code of the command (128 + number when a signal ended it),
-125 when layerpack itself failed, 126 when the command cannot be started, 127 when it is missing.";
+Exit codes: 0 done; 1 failed (one line that starts with `error:` says why); 2 a command line that is
+not understood. `run` and `sandbox exec` pass on the code of the command (128 + number when a signal
+ended it), 125 when layerpack itself failed, 126 when the command cannot be started, 127 when it is
+missing.";
 
 /// Image layers and lazy filesystems for sandboxes.
 #[derive(Debug, Parser)]
@@ -184,7 +185,7 @@ pub(crate) struct ExportArgs {
     #[arg(required = true, value_name = "REF")]
     pub(crate) refs: Vec<String>,
     /// Where to: oci:DIR, docker-archive:FILE, `registry:HOST/REPOSITORY[:TAG]`, or tar:FILE for what
-    /// the stack shows
+    /// the stack shows (tar:- on standard output)
     #[arg(long, value_name = "TARGET")]
     pub(crate) to: String,
     /// The image's tag in oci:DIR or a registry, its NAME:TAG in docker-archive:FILE [default: as

@@ -124,10 +124,10 @@ fn options_reach_the_layer() {
         let error = node.fails(code, arguments(&from, extra));
         assert!(error.contains(part), "{extra:?}: {error}");
     };
-    fails(1, &["--max-entries", "2"], "max_entries");
-    fails(1, &["--max-bytes", "1k"], "max_bytes");
-    fails(1, &["--max-path", "3"], "max_path");
-    fails(1, &["--max-depth", "1"], "max_depth");
+    fails(1, &["--max-entries", "2"], "--max-entries");
+    fails(1, &["--max-bytes", "1k"], "--max-bytes");
+    fails(1, &["--max-path", "3"], "--max-path");
+    fails(1, &["--max-depth", "1"], "--max-depth");
     fails(1, &["--annotation", "x"], "annotation");
     fails(1, &["--strict"], "--split");
     fails(1, &["--uid-map", "0:4000000000:1"], "id map");

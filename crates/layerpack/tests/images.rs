@@ -4,35 +4,12 @@
 
 mod support;
 
-use layerpack_fixtures::tar::TarWriter;
-use support::Node;
+use support::{Node, build_line};
 
 /// A base and a workspace on it, in the node's store.
 fn stack(label: &str) -> Node {
     let node = Node::new(label);
-    let mut base = TarWriter::new();
-    base.dir("./", 0o755)
-        .dir("etc", 0o755)
-        .file("etc/os", "1")
-        .file("gone", "1");
-    let mut work = TarWriter::new();
-    work.file("etc/new", "2").whiteout("", "gone");
-    for (kind, tar) in [("base", base), ("workspace", work)] {
-        let path = node.root().with_extension(kind);
-        fs_err::write(&path, tar.finish()).unwrap();
-        let from = format!("tar:{}", path.display());
-        node.ok([
-            "build",
-            "--kind",
-            kind,
-            "--name",
-            "a",
-            "--version",
-            "1",
-            "--from",
-            &from,
-        ]);
-    }
+    node.build_stack();
     node
 }
 
@@ -90,6 +67,15 @@ fn a_stack_goes_out_as_an_image_and_comes_back() {
         .map(|line| line.split(' ').next().unwrap())
         .collect();
     assert_eq!(names, ["base/each:1", "diff/each:1"]);
+    // On standard output the archive alone.
+    let output = node.run(["export", "base/each:1", "diff/each:1", "--to", "tar:-"]);
+    assert!(output.status.success());
+    let plain = fs_err::read(node.root().with_file_name("plain.tar")).unwrap();
+    assert!(output.stdout == plain, "{} bytes", output.stdout.len());
+    let both = ["-o", "json", "export", "base/each:1", "--to", "tar:-"];
+    let output = node.run(both);
+    assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("standard output"));
     // A diff in front brings what it lies on.
     let target = format!("tar:{}", node.root().with_file_name("again.tar").display());
     let exported = node.json(["export", "diff/each:1", "--to", &target]);
@@ -109,20 +95,7 @@ fn failures_are_one_line_and_publish_nothing() {
     };
     assert!(merge(&["workspace/a:1", "base/a:1"]).contains("at the bottom"));
     assert!(merge(&["base/a:1", "toolkit/none:1"]).contains("toolkit/none:1"));
-    let build = |from: &str, extra: &[&str]| {
-        let head = [
-            "build",
-            "--kind",
-            "base",
-            "--name",
-            "m",
-            "--version",
-            "1",
-            "--from",
-            from,
-        ];
-        node.fails(1, head.iter().chain(extra))
-    };
+    let build = |from: &str, extra: &[&str]| node.fails(1, build_line("base/m:1", from, extra));
     assert!(build("oci:/no/such/layout", &[]).contains("/no/such/layout"));
     assert!(build("docker-archive:/no/such.tar", &[]).contains("/no/such.tar"));
     assert!(build("oci:/tmp", &["--at", "x"]).contains("--at"));

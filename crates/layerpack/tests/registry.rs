@@ -9,48 +9,21 @@ use std::process::Command;
 use layerpack_fixtures::servers::DockerRegistry;
 use layerpack_fixtures::tar::TarWriter;
 use layerpack_fixtures::{ScratchDir, find_tool};
-use support::Node;
-
-/// A base and a workspace that changes it.
-fn stack(node: &Node) {
-    let mut base = TarWriter::new();
-    base.dir("./", 0o755)
-        .dir("etc", 0o755)
-        .file("etc/os", "1")
-        .file("gone", "1");
-    let mut work = TarWriter::new();
-    work.file("etc/new", "2").whiteout("", "gone");
-    for (kind, tar) in [("base", base), ("workspace", work)] {
-        let path = node.root().with_extension(kind);
-        fs_err::write(&path, tar.finish()).unwrap();
-        let from = format!("tar:{}", path.display());
-        build(node, kind, "a", &from, &[]);
-    }
-}
+use support::{Node, build_line};
 
 #[track_caller]
 fn build(node: &Node, kind: &str, name: &str, from: &str, more: &[&str]) -> serde_json::Value {
-    let head = [
-        "-o",
-        "json",
-        "build",
-        "--kind",
-        kind,
-        "--name",
-        name,
-        "--version",
-        "1",
-        "--from",
-    ];
-    let text = node.ok(head.iter().chain(&[from]).chain(more));
-    serde_json::from_str(&text).unwrap()
+    let reference = format!("{kind}/{name}:1");
+    let mut line = vec!["-o", "json"];
+    line.extend(build_line(&reference, from, more));
+    serde_json::from_str(&node.ok(line)).unwrap()
 }
 
 #[test]
 fn an_image_goes_to_a_registry_and_comes_back() {
     let server = DockerRegistry::start().unwrap();
     let node = Node::new("registry");
-    stack(&node);
+    node.build_stack();
     let merged = node.json([
         "merge",
         "base/a:1",
@@ -104,20 +77,10 @@ fn an_image_goes_to_a_registry_and_comes_back() {
     assert!(!kept.exists() || fs_err::read_dir(kept).unwrap().next().is_none());
 
     let nowhere = format!("registry:{}/images/a:none", server.host());
-    let head = [
-        "build",
-        "--kind",
-        "base",
-        "--name",
-        "x",
-        "--version",
-        "1",
-        "--from",
-    ];
-    let error = node.fails(1, head.iter().chain(&[nowhere.as_str()]));
+    let error = node.fails(1, build_line("base/x:1", &nowhere, &[]));
     assert!(error.contains("images/a:none"), "{error}");
     let arm = ["--platform", "linux/arm64"];
-    let error = node.fails(1, head.iter().chain(&[target.as_str()]).chain(&arm));
+    let error = node.fails(1, build_line("base/x:1", &target, &arm));
     assert!(error.contains("linux/arm64"), "{error}");
 }
 
@@ -128,7 +91,7 @@ fn other_tools_take_the_image() {
     }
     let server = DockerRegistry::start().unwrap();
     let node = Node::new("registry-tools");
-    stack(&node);
+    node.build_stack();
     let target = format!("registry:{}/tools:1", server.host());
     let sent = node.json(["export", "base/a:1", "workspace/a:1", "--to", &target]);
     let work = ScratchDir::new("registry-unpacked").unwrap();
@@ -234,18 +197,8 @@ fn the_image_of_the_platform_is_taken() {
         let text = node.ok(["-o", "json", "inspect", &format!("base/{name}:1")]);
         assert!(text.contains(&platform), "{text}");
     }
-    let head = [
-        "build",
-        "--kind",
-        "base",
-        "--name",
-        "x",
-        "--version",
-        "1",
-        "--from",
-    ];
     let riscv = ["--platform", "linux/riscv64"];
-    let error = node.fails(1, head.iter().chain(&[source.as_str()]).chain(&riscv));
+    let error = node.fails(1, build_line("base/x:1", &source, &riscv));
     assert!(error.contains("linux/arm64"), "{error}");
 }
 
@@ -254,7 +207,7 @@ fn the_image_of_the_platform_is_taken() {
 fn a_store_in_a_registry_is_one_like_any_other() {
     let server = DockerRegistry::locked().unwrap();
     let node = Node::new("registry-store");
-    stack(&node);
+    node.build_stack();
     let local = build(
         &node,
         "base",
@@ -287,19 +240,9 @@ fn a_store_in_a_registry_is_one_like_any_other() {
         String::from_utf8(output.stdout).unwrap()
     };
     let from = format!("tar:{}", node.root().with_extension("base").display());
-    let built = ok(&[
-        "-o",
-        "json",
-        "build",
-        "--kind",
-        "base",
-        "--name",
-        "b",
-        "--version",
-        "1",
-        "--from",
-        &from,
-    ]);
+    let mut line = vec!["-o", "json"];
+    line.extend(build_line("base/b:1", &from, &[]));
+    let built = ok(&line);
     let built: serde_json::Value = serde_json::from_str(&built).unwrap();
     assert_eq!(built["digest"], local["digest"]);
     assert!(ok(&["ls"]).contains("base/b:1"));
@@ -374,17 +317,7 @@ fn an_import_goes_on_where_the_last_one_ended() {
     .unwrap();
     let host = proxy.url().replace("http://", "");
     let source = format!("registry:{host}/x:1");
-    let head = [
-        "build",
-        "--kind",
-        "base",
-        "--name",
-        "b",
-        "--version",
-        "1",
-        "--from",
-    ];
-    let error = node.fails(1, head.iter().chain(&[source.as_str()]));
+    let error = node.fails(1, build_line("base/x:1", &source, &[]));
     assert!(error.contains("/x@sha256:"), "{error}");
     assert!(!node.ok(["ls"]).contains("base/b"));
     broken.store(false, Ordering::SeqCst);

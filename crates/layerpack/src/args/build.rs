@@ -54,7 +54,7 @@ pub(crate) struct BuildArgs {
     #[arg(long, value_name = "KEY=VALUE")]
     pub(crate) annotation: Vec<String>,
     /// Platform the contents are made for, such as linux/amd64 [default: this machine's]
-    #[arg(long, value_name = "OS/ARCH")]
+    #[arg(long, value_name = "OS/ARCH[/VARIANT]", value_parser = platform)]
     pub(crate) platform: Option<String>,
     /// Speak to the registry of registry:... without TLS (on this machine that needs no option)
     #[arg(long)]
@@ -134,7 +134,8 @@ pub(crate) struct LimitArgs {
     /// Most entries [default: 20000000]
     #[arg(long, value_name = "N")]
     pub(crate) max_entries: Option<u64>,
-    /// Most bytes of contents, or of the uncompressed archive or image, such as 20g [default: 4t]
+    /// Most bytes of contents, or of the uncompressed archive or image, such as 20g; holes of
+    /// sparse files do not count [default: 4t]
     #[arg(long, value_name = "BYTES")]
     pub(crate) max_bytes: Option<Bytes>,
     /// Most uncompressed bytes for each stored one of a compressed archive, counted from 1 GiB on
@@ -166,5 +167,19 @@ impl LimitArgs {
             max_xattr_value: bytes(self.max_xattr, defaults.max_xattr_value),
             ..defaults
         }
+    }
+}
+
+/// Checks that a platform has the form that images use: two or three words.
+fn platform(text: &str) -> Result<String, String> {
+    let words: Vec<&str> = text.split('/').collect();
+    let is_word = |word: &&str| {
+        !word.is_empty()
+            && (word.bytes()).all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
+    };
+    if (2..=3).contains(&words.len()) && words.iter().all(is_word) {
+        Ok(text.to_owned())
+    } else {
+        Err("expected OS/ARCH or OS/ARCH/VARIANT, such as linux/amd64".to_owned())
     }
 }

@@ -71,7 +71,9 @@ pub(super) fn options(
     args: BuildArgs,
 ) -> anyhow::Result<BuildOptions> {
     if args.per_layer {
-        bail!("--per-layer is for images: oci:DIR or docker-archive:FILE");
+        bail!(
+            "--per-layer is for images: oci:DIR, docker-archive:FILE or registry:HOST/REPOSITORY"
+        );
     }
     let source: Source = args.from.parse()?;
     let mut options = BuildOptions::new(reference, source);

@@ -1,16 +1,17 @@
 //! `layerpack export`: layers as archives and images for other tools.
 
+use std::io::{IsTerminal as _, stdout};
 use std::process::ExitCode;
 
-use anyhow::Context as _;
-use layerpack_packer::{Compression, ExportOptions, export};
+use anyhow::{Context as _, anyhow};
+use layerpack_packer::{Compression, ExportOptions, export, export_tar};
 use serde::Serialize;
 
 use super::Outcome;
 use super::build::warn;
 use crate::args::{ExportArgs, LayerCompression};
 use crate::context::Context;
-use crate::output::{note, print};
+use crate::output::{Format, note, print};
 use crate::progress::Reporter;
 use crate::published::platform;
 use crate::registries;
@@ -33,6 +34,9 @@ struct Exported {
 }
 
 pub(super) fn run(context: &Context, args: ExportArgs) -> Outcome {
+    if args.to == "tar:-" {
+        return to_stdout(context, &args);
+    }
     let target = args.to.parse()?;
     let store = context.store()?;
     let stack = resolve(&store, &args.refs)?;
@@ -66,7 +70,7 @@ pub(super) fn run(context: &Context, args: ExportArgs) -> Outcome {
         reused_bytes: report.reused_bytes,
         warnings: report.warnings,
     };
-    if !context.quiet && context.format == crate::output::Format::Text {
+    if !context.quiet && context.format == Format::Text {
         let reused = match exported.reused_bytes {
             0 => String::new(),
             bytes => format!(", {} of it there already", human_bytes(bytes)),
@@ -80,5 +84,38 @@ pub(super) fn run(context: &Context, args: ExportArgs) -> Outcome {
     print(context.format, &exported, |out| {
         writeln!(out, "{} {}", exported.target, exported.digest)
     })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The archive goes where the result is printed otherwise; that goes to stderr here.
+fn to_stdout(context: &Context, args: &ExportArgs) -> Outcome {
+    if stdout().is_terminal() {
+        return Err(anyhow!(
+            "an archive is nothing for a terminal; redirect standard output, or use tar:FILE"
+        )
+        .into());
+    }
+    if context.format != Format::Text {
+        return Err(anyhow!(
+            "the archive and the result cannot both go to standard output; use tar:FILE"
+        )
+        .into());
+    }
+    let store = context.store()?;
+    let stack = resolve(&store, &args.refs)?;
+    let digests: Vec<_> = stack.iter().map(|layer| layer.digest).collect();
+    let reporter = Reporter::new(&args.to, context);
+    let mut out = stdout().lock();
+    let report = export_tar(&store, &digests, "standard output", &mut out, &reporter);
+    reporter.finish();
+    let report = report?;
+    warn(context, &report.warnings);
+    if !context.quiet {
+        let bytes = human_bytes(report.bytes);
+        note(&format!(
+            "{} layers, {bytes}: {}",
+            report.layers, report.digest
+        ));
+    }
     Ok(ExitCode::SUCCESS)
 }

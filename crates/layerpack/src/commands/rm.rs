@@ -4,12 +4,13 @@
 
 use std::process::ExitCode;
 
+use layerpack_store::{LayerStore, Reference};
 use serde::Serialize;
 
 use super::Outcome;
 use crate::args::RmArgs;
 use crate::context::Context;
-use crate::output::print;
+use crate::output::{print, warning};
 use crate::stack::parse_reference;
 
 #[derive(Debug, Serialize)]
@@ -38,6 +39,12 @@ pub(super) fn run(context: &Context, args: &RmArgs) -> Outcome {
         store.remove(reference)?;
         done.removed.push(reference.to_string());
     }
+    if context.says_warnings() {
+        match dangling(&store, &references) {
+            Ok(lines) => lines.iter().for_each(|line| warning(line)),
+            Err(error) => warning(&format!("cannot tell which channels point to it: {error}")),
+        }
+    }
     print(context.format, &done, |out| {
         for reference in &done.removed {
             writeln!(out, "{reference}")?;
@@ -45,4 +52,22 @@ pub(super) fn run(context: &Context, args: &RmArgs) -> Outcome {
         Ok(())
     })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Channels that point to what was removed: they keep its data.
+fn dangling(store: &LayerStore, removed: &[Reference]) -> anyhow::Result<Vec<String>> {
+    let mut lines = Vec::new();
+    for entry in store.channels()? {
+        let Ok(channel) = &entry.channel else {
+            continue;
+        };
+        let target = entry.name.version(channel.current.version.clone());
+        if removed.contains(&target) {
+            lines.push(format!(
+                "channel {} still points to {target} and keeps its data; move it (tag) or remove it (untag)",
+                entry.name
+            ));
+        }
+    }
+    Ok(lines)
 }

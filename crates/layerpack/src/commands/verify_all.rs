@@ -22,10 +22,20 @@ pub(super) fn run(context: &Context, read_data: bool) -> Outcome {
             report.frames
         )?;
         for layer in report.layers.iter().filter(|layer| layer.sound) {
-            let proof = if read_data {
-                "is good"
-            } else {
-                "is whole (data not read)"
+            let proof = match (&layer.part, read_data) {
+                (Some(part), _) => format!(
+                    "is here in part: {} of {} frames, the others in {}{}",
+                    part.present_frames,
+                    part.frames,
+                    printable(&part.origin),
+                    if read_data {
+                        "; what is here is good"
+                    } else {
+                        ""
+                    }
+                ),
+                (None, true) => "is good".to_owned(),
+                (None, false) => "is whole (data not read)".to_owned(),
             };
             writeln!(out, "{} {proof}", printable(&layer.name))?;
         }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use layerpack_fixtures::ScratchDir;
 use layerpack_fixtures::guards::mounts_below;
+use layerpack_fixtures::tar::TarWriter;
 use serde_json::Value;
 
 /// A node root and a store in a scratch directory. On drop its sandboxes end, its daemon stops,
@@ -95,27 +96,33 @@ impl Node {
     /// Builds a layer from a directory; gives its digest.
     #[track_caller]
     pub(crate) fn build(&self, reference: &str, source: &Path, extra: &[&str]) -> String {
-        let (kind, rest) = reference.split_once('/').unwrap();
-        let (name, version) = rest.split_once(':').unwrap();
         let from = format!("dir:{}", source.display());
-        let mut arguments = vec![
-            "-q",
-            "build",
-            "--kind",
-            kind,
-            "--name",
-            name,
-            "--version",
-            version,
-            "--from",
-            &from,
-        ];
-        arguments.extend(extra);
+        let mut arguments = vec!["-q"];
+        arguments.extend(build_line(reference, &from, extra));
         let line = self.ok(arguments);
         let (printed, digest) = line.trim_end().split_once(' ').unwrap();
         assert_eq!(printed, reference);
         assert!(digest.starts_with("b3:") && digest.len() == 67, "{digest}");
         digest.to_owned()
+    }
+
+    /// Publishes `base/a:1`, and `workspace/a:1` that adds a file to it and removes one. Gives the
+    /// archive of the base.
+    pub(crate) fn build_stack(&self) -> PathBuf {
+        let mut base = TarWriter::new();
+        base.dir("./", 0o755)
+            .dir("etc", 0o755)
+            .file("etc/os", "1")
+            .file("gone", "1");
+        let mut work = TarWriter::new();
+        work.file("etc/new", "2").whiteout("", "gone");
+        let path = |kind: &str| self.root().with_extension(kind);
+        for (kind, tar) in [("base", base), ("workspace", work)] {
+            fs_err::write(path(kind), tar.finish()).unwrap();
+            let from = format!("tar:{}", path(kind).display());
+            self.ok(build_line(&format!("{kind}/a:1"), &from, &[]));
+        }
+        path("base")
     }
 
     /// What the daemon logged, for messages of tests.
@@ -135,6 +142,16 @@ impl Drop for Node {
     fn drop(&mut self) {
         end(self);
     }
+}
+
+/// The arguments that build a layer from a source.
+pub(crate) fn build_line<'a>(reference: &'a str, from: &'a str, extra: &[&'a str]) -> Vec<&'a str> {
+    let (kind, rest) = reference.split_once('/').unwrap();
+    let (name, version) = rest.split_once(':').unwrap();
+    let mut line = vec!["build", "--kind", kind, "--name", name];
+    line.extend(["--version", version, "--from", from]);
+    line.extend(extra);
+    line
 }
 
 /// Ends a node's sandboxes and its daemon when dropped: for tests whose node lies on a disk of
