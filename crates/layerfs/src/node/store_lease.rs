@@ -110,6 +110,8 @@ impl Node {
         });
         match made {
             Ok(lease) => {
+                // An earlier process of this node may have named more than is asked for now.
+                lease.adopt(self.held_from(store.url()));
                 let lease = Arc::new(lease);
                 let mut stores = self.store_leases.stores.lock();
                 let entry = stores.entry(store.url().to_owned()).or_default();
@@ -121,6 +123,27 @@ impl Node {
                 None
             }
         }
+    }
+
+    /// What is leased or mounted from a store now.
+    fn held_from(&self, url: &str) -> BTreeSet<Digest> {
+        let mut held = BTreeSet::new();
+        for info in self.leases() {
+            if info.store == url {
+                held.extend(info.manifests);
+            }
+        }
+        let slots: Vec<_> = self.slots.lock().values().map(Arc::clone).collect();
+        for slot in slots {
+            // One that is locked is coming up, and is named by who brings it up.
+            let Some(slot) = slot.try_lock() else {
+                continue;
+            };
+            if let Some(up) = slot.up.as_ref().filter(|up| up.store == url) {
+                held.insert(up.manifest_digest);
+            }
+        }
+        held
     }
 
     fn lease_failed(&self, url: &str, error: &dyn std::fmt::Display) {

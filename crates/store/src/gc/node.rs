@@ -38,7 +38,7 @@ struct State {
 impl NodeLease {
     /// The lease named `id` (letters, digits, `-`) of the node that people know as `who`. Nothing is
     /// written yet. A lease of that name that an earlier process took is replaced by the first
-    /// [`NodeLease::hold`].
+    /// [`NodeLease::hold`], with what was [adopted](NodeLease::adopt) until then.
     ///
     /// # Errors
     /// If `id` cannot be part of a key.
@@ -59,6 +59,13 @@ impl NodeLease {
                 written: None,
             }),
         })
+    }
+
+    /// Adds manifests that an earlier lease of this name may protect: the first write keeps them.
+    /// Writes nothing.
+    pub fn adopt(&self, manifests: impl IntoIterator<Item = Digest>) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.lease.manifests.extend(manifests);
     }
 
     /// Has the lease name at least these manifests before it returns.

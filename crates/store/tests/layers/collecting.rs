@@ -244,6 +244,11 @@ fn leases_of_nodes_keep_what_they_name() {
     let lease = NodeLease::new(&store, "n1", "a test".to_owned(), hour, no).unwrap();
     lease.update(BTreeSet::from([published.digest])).unwrap();
     assert_eq!(store.collect(now()).unwrap().deleted.objects, 0);
+    // One that was told of it keeps it when it first takes something else.
+    let lease = NodeLease::new(&store, "n1", "a test".to_owned(), hour, no).unwrap();
+    lease.adopt([published.digest]);
+    lease.hold(&[Digest::of(b"another")]).unwrap();
+    assert_eq!(store.collect(now()).unwrap().deleted.objects, 0);
     lease.update(BTreeSet::new()).unwrap();
     assert!(blobs.list("leases/").unwrap().is_empty());
     assert!(store.collect(now()).unwrap().deleted.objects >= 5);
