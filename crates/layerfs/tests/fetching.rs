@@ -30,6 +30,17 @@ fn mem() -> Arc<dyn BlobStore> {
     Arc::new(MemStore::new())
 }
 
+/// An error and what caused it, as the node's log shows it.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text = format!("{text}: {error}");
+        source = error.source();
+    }
+    text
+}
+
 #[test]
 fn every_range_reads_right_cold_and_warm() {
     let f = fixture(mem());
@@ -159,6 +170,7 @@ fn fault_sweep_never_gives_a_wrong_byte() {
                             while at < data.len() as u64 {
                                 if let Err(e) = read(blob, data, at, 300_000) {
                                     assert_eq!(e.errno(), Errno::IO, "{e}");
+                                    assert!(chain(&e).contains("packs/"), "{}", chain(&e));
                                     failed += 1;
                                 }
                                 at += 250_000;

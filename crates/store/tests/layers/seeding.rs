@@ -1,13 +1,17 @@
 //! Parts of layers in another store.
 
+use std::sync::Arc;
+
 use layerpack_store::profile::{Profile, ProfileEntry, ProfileLayer};
 use layerpack_store::transfer::{
     SeedOptions, SeedReport, Selection, TransferOptions, seed, select, transfer,
 };
 use layerpack_store::{
-    Digest, Draft, FileChunks, Key, LayerStore, MirrorStore, PutMode, Result, StoreError,
+    BlobStore, Digest, Draft, Fault, FaultStore, FileChunks, Key, LayerStore, MemStore,
+    MirrorStore, PutMode, Result, StoreError,
 };
 
+use crate::faults::names_something;
 use crate::support::{data_of, lay_out, memory, noise, options, read_all, reference, text};
 
 /// 20 files of one chunk each, of 260,000 bytes and more: each is a frame of its own.
@@ -248,4 +252,66 @@ fn hostile_profiles_and_markers_are_refused() {
         .unwrap();
     assert!(from.profiles(None).unwrap()[0].profile.is_err());
     assert!(from.find_profile("one").is_err());
+}
+
+/// Every call of either store fails once: seeding fails with an error that names something or is
+/// right, what can be read of the seed is right, and seeding again makes it whole.
+#[test]
+fn any_call_may_fail() {
+    let (source, from) = memory();
+    publish_files(&from);
+    let reads = [(3, 4), (7, 2)];
+    let one = [profile(&from, "one", &reads)];
+    let all = files();
+    let check = |to: &LayerStore, context: &str, whole: bool| {
+        for (extent, _) in reads {
+            match chunk(to, extent as usize) {
+                Ok(bytes) => assert!(bytes == all[extent as usize], "{context}: wrong bytes"),
+                Err(error) => assert!(!whole, "{context}: {error:?}"),
+            }
+        }
+    };
+    for side in ["source", "target"] {
+        for fault in Fault::ALL {
+            let mut failures = 0;
+            for nth in 1.. {
+                let context = format!("{side}: {fault:?} in call {nth}");
+                let target: Arc<dyn BlobStore> = Arc::new(MemStore::new());
+                let to = LayerStore::new(Arc::clone(&target));
+                let inner = match side {
+                    "source" => Arc::clone(&source),
+                    _ => Arc::clone(&target),
+                };
+                let faulty = Arc::new(FaultStore::fail_nth(inner, nth, fault));
+                let shaky = LayerStore::new(Arc::clone(&faulty) as Arc<dyn BlobStore>);
+                let (a, b) = match side {
+                    "source" => (&shaky, &to),
+                    _ => (&from, &shaky),
+                };
+                let result = seed_with(a, b, &one, 10 << 20, false);
+                if let Err(error) = &result {
+                    failures += 1;
+                    assert!(faulty.fired(), "{context}: {error:?}");
+                    assert!(names_something(error), "{context}: {error:?}");
+                }
+                if to.has_reference(&reference("base/a:1")).unwrap() {
+                    let verified = to.verify(&reference("base/a:1")).unwrap();
+                    assert!(verified.is_ok(), "{context}: {:?}", verified.damaged);
+                    check(&to, &context, result.is_ok());
+                } else {
+                    assert!(result.is_err(), "{context}: nothing was seeded");
+                }
+                seed_with(&from, &to, &one, 10 << 20, false)
+                    .unwrap_or_else(|e| panic!("{context}: {e:?}"));
+                check(&to, &context, true);
+                if faulty.calls() < nth {
+                    break;
+                }
+                assert!(nth < 500, "{context}: no end");
+            }
+            if fault == Fault::Crash {
+                assert!(failures > 5, "{side}: {failures} calls");
+            }
+        }
+    }
 }
