@@ -46,7 +46,7 @@ fn seal_superblock(bytes: &mut [u8]) {
 }
 
 /// Writes the two checksums that end a header, of what follows it and of itself.
-fn seal(bytes: &mut [u8], header: usize) {
+pub(crate) fn seal(bytes: &mut [u8], header: usize) {
     let Some((head, body)) = bytes.split_at_mut_checked(header) else {
         return;
     };

@@ -12,6 +12,7 @@
 mod documents;
 mod formats;
 mod mutate;
+mod objects;
 mod pack;
 mod seeds;
 
@@ -30,7 +31,7 @@ pub struct Target {
 }
 
 /// All targets.
-pub const TARGETS: [Target; 20] = [
+pub const TARGETS: [Target; 24] = [
     target("erofs", formats::erofs, 300),
     target("lpmap", formats::map, 300),
     target("lploc", formats::locator, 300),
@@ -38,6 +39,10 @@ pub const TARGETS: [Target; 20] = [
     target("lpidx", formats::index, 300),
     target("manifest", formats::manifest, 300),
     target("reference", formats::reference, 300),
+    target("lpprof", objects::profile, 300),
+    target("lease", objects::lease, 20),
+    target("signature", objects::signature, 30),
+    target("registry", objects::registry, 10),
     target("tar", pack::base, 12),
     target("tar_layer", pack::layer, 12),
     target("tar_merge", pack::merge, 8),

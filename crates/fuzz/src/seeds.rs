@@ -9,9 +9,11 @@ use layerpack_erofs::{
 use layerpack_fixtures::ScratchDir;
 use layerpack_fixtures::tar::{Header, TarWriter, kind};
 use layerpack_packer::{BuildOptions, Silent, Source, build};
-use layerpack_store::{Digest, Extent, LayerStore, MapBuilder, MemStore};
+use layerpack_store::format::profile::{Profile, ProfileEntry, ProfileLayer};
+use layerpack_store::registry::document::{INDEX, MANIFEST, TITLE};
+use layerpack_store::{Digest, Extent, LayerId, LayerStore, MapBuilder, MemStore};
 
-use crate::documents;
+use crate::{documents, objects};
 
 /// The seeds of a target: file name and bytes.
 #[must_use]
@@ -54,6 +56,10 @@ pub fn seeds(target: &str) -> Vec<(String, Vec<u8>)> {
             "all",
             b"leftover = \"drop\"\nhard-links = \"copy\"\n[[part]]\nkind = \"base\"\nat = [\"/\"]\nexcept = [\"*.x\"]\n[[part]]\nkind = \"toolkit\"\nname = \"t\"\nversion = \"2\"\nglobs = [\"usr/**/[a-c]?\"]\n".to_vec(),
         )],
+        "lpprof" => vec![("two", profile())],
+        "lease" => leases(),
+        "signature" => signatures(),
+        "registry" => registry(),
         "globs" => vec![("some", b"usr/**\n*.py\n/a/\n[!a-c]*\\]\nb[]x-]?\n**/z".to_vec())],
         _ => Vec::new(),
     };
@@ -222,7 +228,13 @@ struct Parts {
     manifest: Vec<u8>,
 }
 
-fn store_parts() -> Parts {
+/// A store with the layer `toolkit/seed:1`.
+pub(crate) fn a_store() -> LayerStore {
+    built().0
+}
+
+/// The same, and the digest of its manifest.
+fn built() -> (LayerStore, Digest) {
     let scratch = must(ScratchDir::new("seeds"));
     let mut tar = TarWriter::new();
     tar.file("a", "first")
@@ -234,6 +246,11 @@ fn store_parts() -> Parts {
     let mut options = BuildOptions::new(must("toolkit/seed:1".parse()), Source::Tar(path));
     options.jobs = 1;
     let digest = must(build(&store, &options, &Silent)).published.digest;
+    (store, digest)
+}
+
+fn store_parts() -> Parts {
+    let (store, digest) = built();
     let manifest = must(store.manifest(&digest));
     let map = must(store.map(&manifest));
     let locator = must(store.locator(&manifest, &map)).to_bytes();
@@ -253,6 +270,120 @@ fn store_parts() -> Parts {
         index: object("index/"),
         manifest: must(manifest.to_bytes()),
     }
+}
+
+fn profile() -> Vec<u8> {
+    let layer = |n: u8| ProfileLayer {
+        layer: LayerId::from_digest(Digest::of(&[n])),
+        manifest: Digest::of(&[n, n]),
+    };
+    let entry = |layer, extent, rank| ProfileEntry {
+        layer,
+        extent,
+        len: 4096,
+        count: 1 + layer,
+        rank,
+        time_ms: rank * 3,
+    };
+    let profile = Profile {
+        name: "tests".to_owned(),
+        layers: vec![layer(1), layer(2)],
+        recordings: 2,
+        entries: vec![entry(1, 7, 0), entry(0, 3, 1), entry(1, 9, 1)],
+    };
+    must(profile.to_bytes())
+}
+
+fn leases() -> Seeds {
+    let (store, digest) = built();
+    let keys: Vec<String> = must(store.blobs().list(""))
+        .iter()
+        .filter(|info| !info.key.as_str().starts_with("refs/"))
+        .map(|info| format!("\"{}\"", info.key))
+        .collect();
+    let keys = keys.join(",");
+    let lease = |kind: &str, more: &str| {
+        format!(
+            r#"{{"format":1,"kind":"{kind}","who":"a machine","started":1700000000,"renewed":1700000001,"ttl":3600,{more}}}"#
+        )
+        .into_bytes()
+    };
+    vec![
+        (
+            "node",
+            lease("node", &format!(r#""manifests":["{digest}"]"#)),
+        ),
+        (
+            "session",
+            lease(
+                "session",
+                &format!(r#""knows":["0123456789abcdef0123456789abcdef"],"claims":[{keys}]"#),
+            ),
+        ),
+        ("collector", lease("collector", r#""manifests":[]"#)),
+        (
+            "list",
+            format!(r#"{{"format":1,"who":"a machine","created":1700000000,"keys":[{keys}]}}"#)
+                .into_bytes(),
+        ),
+    ]
+}
+
+fn signatures() -> Seeds {
+    let Some(key) = objects::signing_key() else {
+        return Vec::new();
+    };
+    let object = |manifest: &[u8]| {
+        let (public, signature) = (key.public(), key.sign(&Digest::of(manifest)));
+        format!(r#"{{"format":1,"key":"{public}","signature":"{signature}"}}"#).into_bytes()
+    };
+    vec![
+        ("good", object(b"a manifest")),
+        ("other", object(b"another manifest")),
+        ("secret", key.to_text().into_bytes()),
+        ("public", key.public().to_string().into_bytes()),
+    ]
+}
+
+fn registry() -> Seeds {
+    let key = "refs/base/a/_1";
+    let (digest, size) = documents::sized(b"bytes");
+    let (empty, _) = documents::sized(b"{}");
+    let text = format!(
+        r#"{{"schemaVersion":2,"mediaType":"{MANIFEST}","artifactType":"application/vnd.layerpack.object.v1","config":{{"mediaType":"application/vnd.oci.empty.v1+json","digest":"{empty}","size":2}},"layers":[{{"mediaType":"application/octet-stream","digest":"{digest}","size":{size},"data":"Ynl0ZXM=","annotations":{{"{TITLE}":"{key}"}}}}],"annotations":{{"layerpack.key":"{key}","layerpack.written":"1700000000"}}}}"#
+    )
+    .into_bytes();
+    let (listed, length) = documents::sized(&text);
+    let index = format!(
+        r#"{{"schemaVersion":2,"mediaType":"{INDEX}","manifests":[{{"mediaType":"{MANIFEST}","digest":"{listed}","size":{length},"artifactType":"application/vnd.layerpack.object.v1"}}]}}"#
+    )
+    .into_bytes();
+    vec![
+        ("manifest", text),
+        ("index", index),
+        (
+            "tags",
+            br#"{"name":"x","tags":["refs.base.a.__1","latest","_h0"]}"#.to_vec(),
+        ),
+        ("no_tags", br#"{"name":"x","tags":null}"#.to_vec()),
+        (
+            "token",
+            br#"{"token":"t","access_token":"t","expires_in":300,"issued_at":"2026-01-02T03:04:05Z"}"#
+                .to_vec(),
+        ),
+        (
+            "refusal",
+            format!(
+                r#"{{"errors":[{{"code":"DENIED","message":"no","detail":{{"digest":"{digest}"}}}}]}}"#
+            )
+            .into_bytes(),
+        ),
+        (
+            "challenge",
+            br#"Bearer realm="http://127.0.0.1:1/token",service="s",scope="repository:x:pull,push", Basic realm="r""#
+                .to_vec(),
+        ),
+    ]
 }
 
 /// An index of `a` and `b` without the hash at its end, which the target leaves out.

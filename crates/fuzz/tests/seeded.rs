@@ -77,6 +77,7 @@ fn formats() {
         "lpidx",
         "manifest",
         "reference",
+        "lpprof",
     ]);
 }
 
@@ -100,6 +101,11 @@ fn documents() {
         "globs",
         "git_index",
     ]);
+}
+
+#[test]
+fn objects() {
+    run(&["lease", "signature", "registry"]);
 }
 
 #[test]

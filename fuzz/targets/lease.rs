@@ -1,0 +1,8 @@
+//! See `layerpack_fuzz::TARGETS`.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
+    if let Some(target) = layerpack_fuzz::find("lease") {
+        (target.run)(bytes);
+    }
+});
