@@ -63,7 +63,7 @@ pub(crate) struct Global {
     /// Directory of this node's state: cache, mounts, sandboxes, daemon socket
     #[arg(long, global = true, env = "LAYERPACK_ROOT", value_name = "DIR", default_value = DEFAULT_ROOT)]
     pub(crate) root: PathBuf,
-    /// Directory of what can be made again: build cache, index copies; empty: keep none [default:
+    /// Directory of what can be made again: build cache, copies of indexes and manifests; empty: none [default:
     /// /var/cache/layerpack as root, else the user's cache directory]
     #[arg(
         long,

@@ -4,12 +4,15 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
-use layerpack_store::LayerStore;
+use layerpack_store::{LayerStore, ReadCacheOptions};
 
 use crate::args::Global;
 use crate::client::{self, Client};
 use crate::output::Format;
 use crate::stores;
+
+/// Most bytes of remote stores' objects in the cache directory.
+const MAX_OBJECTS: u64 = 1 << 30;
 
 /// The command's surroundings, resolved from options and environment.
 #[derive(Debug)]
@@ -85,13 +88,24 @@ impl Context {
         self.open(&self.store_url)
     }
 
+    /// Opens the store for a command that only looks: manifests, metadata and maps of a remote one
+    /// come from the cache directory when they were read before. What exists, and where, is always
+    /// asked of the store.
+    pub(crate) fn store_to_read(&self) -> anyhow::Result<LayerStore> {
+        let cache = self.cache_dir().map(|dir| ReadCacheOptions {
+            dir: dir.join("objects"),
+            max_bytes: MAX_OBJECTS,
+        });
+        Ok(LayerStore::new(stores::open_store(&self.store_url, cache)?))
+    }
+
     /// Opens another store than the one of `--store`.
     pub(crate) fn store_at(&self, url: &str) -> anyhow::Result<LayerStore> {
         self.open(&absolute_url(url)?)
     }
 
     fn open(&self, url: &str) -> anyhow::Result<LayerStore> {
-        let store = LayerStore::new(stores::open_store(url)?);
+        let store = LayerStore::new(stores::open_store(url, None)?);
         Ok(match self.cache_dir() {
             Some(dir) => store.with_index_cache(dir.join("index")),
             None => store,

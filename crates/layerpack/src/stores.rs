@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
-use layerpack_store::{BlobStore, OpenOptions, open};
+use layerpack_store::{BlobStore, OpenOptions, ReadCacheOptions, open};
 
 use crate::registries;
 
@@ -12,14 +12,19 @@ use crate::registries;
 /// come after them.
 pub(crate) const OPTIONS: &str = "LAYERPACK_STORE_OPTIONS";
 
-/// Opens the store at `url`.
+/// Opens the store at `url`. With `cache`, what never changes in a remote store is kept there: for
+/// commands that only look.
 ///
 /// # Errors
 /// When the address or the environment's settings cannot be used.
-pub(crate) fn open_store(url: &str) -> anyhow::Result<Arc<dyn BlobStore>> {
+pub(crate) fn open_store(
+    url: &str,
+    cache: Option<ReadCacheOptions>,
+) -> anyhow::Result<Arc<dyn BlobStore>> {
     let text = std::env::var(OPTIONS).unwrap_or_default();
     let mut options = parse(&text).with_context(|| format!("cannot use {OPTIONS}"))?;
     options.registry_credentials = registries::credential_files();
+    options.read_cache = cache;
     Ok(open(url, &options)?)
 }
 

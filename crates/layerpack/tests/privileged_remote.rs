@@ -7,7 +7,9 @@ mod support;
 
 use std::path::{Path, PathBuf};
 
-use layerpack_fixtures::servers::{ACCESS_KEY, BUCKET, Nginx, S3Behaviour, S3Server, SECRET_KEY};
+use layerpack_fixtures::servers::{
+    ACCESS_KEY, BUCKET, DockerRegistry, Nginx, S3Behaviour, S3Server, SECRET_KEY,
+};
 use layerpack_fixtures::treecmp::{self, Options};
 use layerpack_fixtures::{MountGuard, is_root, skip};
 use support::{Node, mounts, processes};
@@ -68,6 +70,22 @@ fn a_bucket_as_the_store() {
         &from,
     ]);
     assert!(line.contains(&digest), "{line} {digest}");
+
+    // Manifests that were looked at once are kept, and a damaged copy is no harm.
+    let objects = node.scratch.join("cache/objects");
+    let asked = || {
+        let before = server.requests();
+        assert!(node.ok(["ls"]).contains("base/tree:1"));
+        node.ok(["inspect", "base/tree:1"]);
+        server.requests() - before
+    };
+    fs_err::remove_dir_all(&objects).unwrap();
+    let first = asked();
+    assert!(asked() < first);
+    for entry in fs_err::read_dir(&objects).unwrap() {
+        fs_err::write(entry.unwrap().path(), "damaged").unwrap();
+    }
+    assert_eq!(asked(), first);
 
     // What goes wrong is one line that names store and object.
     let error = node.fails(1, ["inspect", "base/none:1"]);
@@ -181,4 +199,78 @@ fn privileged_mounts_over_the_web_and_from_a_mirror() {
         fs_err::remove_dir_all(node.root()).unwrap();
     }
     assert_eq!(mounts(&node), Vec::<PathBuf>::new());
+}
+
+/// A mirror that goes away between two reads of one mount: the other one serves on.
+#[test]
+fn privileged_a_mirror_dies_under_a_mount() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    if Nginx::program().is_none() {
+        skip!("nginx is not installed");
+    }
+    let node = Node::new("mirrors");
+    let source = node.scratch.mkdir("source").unwrap();
+    let content = |file: u64| layerpack_fixtures::rng::Rng::new(file + 1).bytes(1 << 20);
+    for file in 0..24 {
+        fs_err::write(source.join(format!("f{file:02}")), content(file)).unwrap();
+    }
+    node.build("base/tree:1", &source, &[]);
+    let first = Nginx::start(node.scratch.path()).unwrap();
+    let second = Nginx::start(node.scratch.path()).unwrap();
+    let store = format!("{}/store?retries=1,{}/store", first.url(), second.url());
+    let point = node.scratch.mkdir("mnt").unwrap();
+    node.ok(["--store", &store, "mount", "base/tree:1", text(&point)]);
+    let guard = MountGuard::new(&point);
+    let read = |file: u64| {
+        let bytes = fs_err::read(point.join(format!("f{file:02}")))
+            .unwrap_or_else(|e| panic!("{e}: {}", node.log()));
+        assert!(bytes == content(file), "f{file:02}: wrong bytes");
+    };
+    read(0);
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| (1..24).for_each(read));
+        read(12);
+        drop(first);
+        reader.join().unwrap();
+    });
+    drop(second);
+    // What is here needs no store.
+    (0..24).for_each(read);
+    node.ok(["umount", text(&point)]);
+    drop(guard);
+    node.ok(["daemon", "stop"]);
+    assert_eq!(mounts(&node), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn privileged_mounts_and_sandboxes_from_a_registry() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    if DockerRegistry::program().is_none() {
+        skip!("docker-registry is not installed");
+    }
+    let server = DockerRegistry::start().unwrap();
+    let mut node = Node::new("registrymount");
+    let store = format!("oci://{}/team/layers", server.host());
+    node.environment = vec![("LAYERPACK_STORE".to_owned(), store)];
+    let source = source(&node);
+    node.build("base/tree:1", &source, &[]);
+    let point = node.scratch.mkdir("mnt").unwrap();
+    node.ok(["mount", "base/tree:1", text(&point)]);
+    let guard = MountGuard::new(&point);
+    let tree = treecmp::snapshot(&source, &Options::default()).unwrap();
+    let seen = treecmp::snapshot(&point, &Options::default())
+        .unwrap_or_else(|e| panic!("{e}: {}", node.log()));
+    treecmp::assert_same(&tree, &seen);
+    let command = ["run", "--rm", "base/tree:1", "--", "/bin/sh", "-c"];
+    let output = node.ok(command.iter().chain(&["echo from a registry"]));
+    assert_eq!(output, "from a registry\n");
+    node.ok(["umount", text(&point)]);
+    drop(guard);
+    node.ok(["daemon", "stop"]);
+    assert_eq!(mounts(&node), Vec::<PathBuf>::new());
+    assert_eq!(processes(&node), Vec::<String>::new());
 }

@@ -63,7 +63,7 @@ struct Stack {
 const SHOWN: usize = 8;
 
 pub(super) fn run(context: &Context, args: &InspectArgs) -> Outcome {
-    let store = context.store()?;
+    let store = context.store_to_read()?;
     if args.stack {
         show_stack(context, &store, &args.refs)?;
     } else {

@@ -75,7 +75,7 @@ impl Server {
             return Ok(store.clone());
         }
         let blobs =
-            stores::open_store(url).map_err(|e| Refusal::new(StatusCode::BAD_REQUEST, e))?;
+            stores::open_store(url, None).map_err(|e| Refusal::new(StatusCode::BAD_REQUEST, e))?;
         let store = LayerStore::new(blobs);
         if stores.len() < MAX_STORES {
             stores.insert(url.to_owned(), store.clone());

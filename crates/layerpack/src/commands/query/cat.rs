@@ -22,7 +22,7 @@ pub(crate) fn cat(context: &Context, args: &CatArgs) -> Outcome {
             Ok(text.to_owned())
         })
         .collect::<anyhow::Result<Vec<_>>>()?;
-    let view = open(&context.store()?, &refs, args.alone)?;
+    let view = open(&context.store_to_read()?, &refs, args.alone)?;
     let mut out = BufWriter::with_capacity(256 << 10, io::stdout().lock());
     match view.cat(path.as_bytes(), &mut out, "standard output") {
         Ok(_) => Ok(ExitCode::SUCCESS),

@@ -27,7 +27,7 @@ struct Changed {
 }
 
 pub(crate) fn diff(context: &Context, args: &DiffArgs) -> Outcome {
-    let store = context.store()?;
+    let store = context.store_to_read()?;
     let side = |store: &LayerStore, text: &str| {
         let refs: Vec<String> = text.split(',').map(str::to_owned).collect();
         open(store, &refs, args.alone)

@@ -74,7 +74,7 @@ pub(crate) fn du(context: &Context, args: &DuArgs) -> Outcome {
         .iter()
         .map(|text| parse_reference(text))
         .collect::<anyhow::Result<Vec<_>>>()?;
-    let store = context.store()?;
+    let store = context.store_to_read()?;
     for reference in &references {
         store.resolve(reference)?;
     }

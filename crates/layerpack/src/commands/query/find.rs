@@ -46,7 +46,7 @@ pub(crate) fn find(context: &Context, args: &FindArgs) -> Outcome {
         kinds: kinds(&args.kinds)?,
         size: args.size,
     };
-    let view = open(&context.store()?, refs, args.alone)?;
+    let view = open(&context.store_to_read()?, refs, args.alone)?;
     let entries = view.find(&find)?;
     let found: Vec<Found> = entries
         .iter()
