@@ -115,6 +115,8 @@ fn for_tests<'a>(command: &'a mut Command, skip_log: &Path, full: bool) -> &'a m
     if full {
         command
             .env("LAYERPACK_TEST_FULL", "1")
+            // Ten builders and collectors at once.
+            .env("LAYERPACK_STORE_TEST_SECONDS", "120")
             .env("PROPTEST_CASES", "4096");
     }
     command
