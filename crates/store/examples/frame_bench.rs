@@ -2,10 +2,10 @@
 //! `frame_bench STORE_DIR REFERENCE [BYTES_PER_SECOND]`.
 //!
 //! Starts nginx on the loopback with STORE_DIR as its root (each connection limited to
-//! BYTES_PER_SECOND, if given) and reads all packs of the layer, alternating: whole files by a
-//! plain client that throws the bytes away, over one connection and over several; and the layer's
-//! frames, verified and decompressed, through the read path. Three rounds after one to warm up,
-//! medians.
+//! BYTES_PER_SECOND, if given) and reads all packs of the layer, alternating: in parts of 4 MiB by
+//! a plain client on bare sockets that throws the bytes away, over one connection and over as many
+//! as the read path has; and the layer's frames, verified and decompressed, through the read path.
+//! Five rounds after one to warm up, medians.
 #![allow(clippy::print_stdout, reason = "a program that reports")]
 
 use std::error::Error;
@@ -13,16 +13,19 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use layerpack_store::{
-    Delivery, Key, LayerMap, LayerStore, Locator, ReadLimits, Reference, open_url,
+    Delivery, Key, LayerMap, LayerStore, Locator, PackLoc, ReadLimits, Reference, open_url, recycle,
 };
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
 /// Connections of the plain client when it has several.
-const CONNECTIONS: usize = 6;
+const CONNECTIONS: usize = ReadLimits::RECOMMENDED.requests;
+/// Longest request of the read path, in bytes.
+const PART: u64 = 4 << 20;
 
 /// nginx in the foreground; ended on drop.
 struct Server {
@@ -77,16 +80,35 @@ impl Drop for Server {
     }
 }
 
-/// Bytes of the bodies of these objects, over one connection.
-fn plain(port: u16, keys: &[Key]) -> Result<u64, String> {
+/// A part of an object.
+type Part = (Key, std::ops::Range<u64>);
+
+/// The packs in parts of what the read path asks for at most.
+fn parts(packs: &[PackLoc]) -> Vec<Part> {
+    let mut parts = Vec::new();
+    for pack in packs {
+        let mut at = 0;
+        while at < pack.size {
+            let end = (at + PART).min(pack.size);
+            parts.push((Key::pack(&pack.id), at..end));
+            at = end;
+        }
+    }
+    parts
+}
+
+/// Bytes of the bodies of the next parts, until there are none, over one connection.
+fn plain(port: u16, parts: &[Part], next: &AtomicUsize) -> Result<u64, String> {
     let text = |e: std::io::Error| e.to_string();
     let stream = TcpStream::connect(("127.0.0.1", port)).map_err(text)?;
     let mut reader = BufReader::with_capacity(256 << 10, stream);
     let mut bytes = 0;
-    for key in keys {
+    while let Some((key, range)) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
         write!(
             reader.get_mut(),
-            "GET /{key} HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            "GET /{key} HTTP/1.1\r\nHost: localhost\r\nRange: bytes={}-{}\r\n\r\n",
+            range.start,
+            range.end - 1
         )
         .map_err(text)?;
         let mut length = None;
@@ -103,7 +125,7 @@ fn plain(port: u16, keys: &[Key]) -> Result<u64, String> {
         let length = length.ok_or_else(|| format!("{key}: no length"))?;
         let mut body = (&mut reader).take(length);
         let got = std::io::copy(&mut body, &mut std::io::sink()).map_err(text)?;
-        if got != length {
+        if got != length || got != range.end - range.start {
             return Err(format!("{key}: {got} of {length} bytes"));
         }
         bytes += got;
@@ -111,12 +133,11 @@ fn plain(port: u16, keys: &[Key]) -> Result<u64, String> {
     Ok(bytes)
 }
 
-fn plain_several(port: u16, keys: &[Key]) -> Result<u64, String> {
-    let share = keys.len().div_ceil(CONNECTIONS).max(1);
+fn plain_over(connections: usize, port: u16, parts: &[Part]) -> Result<u64, String> {
+    let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
-        let threads: Vec<_> = keys
-            .chunks(share)
-            .map(|part| scope.spawn(move || plain(port, part)))
+        let threads: Vec<_> = (0..connections)
+            .map(|_| scope.spawn(|| plain(port, parts, &next)))
             .collect();
         threads
             .into_iter()
@@ -159,6 +180,7 @@ impl Layer {
             Delivery::AsFetched,
             &mut |_, bytes| {
                 raw += bytes.len() as u64;
+                recycle(bytes);
                 Ok(())
             },
         )?;
@@ -184,21 +206,21 @@ fn main() -> Outcome<()> {
     let server = Server::start(&root, limit)?;
     let layer = Layer::open(&format!("http://127.0.0.1:{}", server.port), &reference)?;
     let packs = layer.locator.packs();
-    let keys: Vec<Key> = packs.iter().map(|pack| Key::pack(&pack.id)).collect();
+    let parts = parts(packs);
     println!(
         "{reference}: {} MiB of data in {} frames of {} packs, {} MiB stored",
         layer.map.data_size() >> 20,
         layer.locator.frames().len(),
-        keys.len(),
+        packs.len(),
         layer.locator.stored_bytes() >> 20
     );
     let (mut one, mut several, mut frames) = (Vec::new(), Vec::new(), Vec::new());
     let mut per_gib = 0;
-    for round in 0..4 {
+    for round in 0..6 {
         let began = Instant::now();
-        let first = mib(plain(server.port, &keys)?, began);
+        let first = mib(plain_over(1, server.port, &parts)?, began);
         let began = Instant::now();
-        let second = mib(plain_several(server.port, &keys)?, began);
+        let second = mib(plain_over(CONNECTIONS, server.port, &parts)?, began);
         let began = Instant::now();
         let (bytes, raw, requests) = layer.read()?;
         let third = mib(bytes, began);

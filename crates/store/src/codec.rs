@@ -4,6 +4,7 @@ use std::cell::RefCell;
 
 use zstd_safe::{CCtx, DCtx, InBuffer, OutBuffer};
 
+use crate::buffers;
 use crate::digest::{Digest, Hasher};
 use crate::error::FormatError;
 
@@ -103,9 +104,13 @@ pub(crate) fn decompress_frame(
     raw_len: usize,
 ) -> Result<Vec<u8>, FormatError> {
     let out = match codec {
-        Codec::Raw => stored.to_vec(),
+        Codec::Raw => {
+            let mut out = buffers::take(stored.len());
+            out.extend_from_slice(stored);
+            out
+        }
         Codec::Zstd => DECOMPRESS.with_borrow_mut(|context| {
-            let mut out = Vec::with_capacity(raw_len);
+            let mut out = buffers::take(raw_len);
             context
                 .decompress(&mut out, stored)
                 .map_err(|code| FormatError::new(NAME, text(code)))?;

@@ -9,6 +9,7 @@
 //! Nothing here prints, reads the environment or knows what a layer's metadata means.
 
 pub mod blob;
+mod buffers;
 pub mod channel;
 pub mod chunker;
 mod codec;
@@ -34,6 +35,7 @@ pub use blob::{
     RateLimits, ReadCacheOptions, RetryPolicy, RetryStore, S3Credentials, S3Store, Timeouts, open,
     open_url,
 };
+pub use buffers::recycle;
 pub use codec::Codec;
 pub use digest::{Digest, Hasher};
 pub use error::{FormatError, Result, StoreError};

@@ -231,6 +231,7 @@ impl Blob {
         match stored {
             Ok(()) => {
                 self.cache_full.store(false, Ordering::Relaxed);
+                layerpack_store::recycle(bytes);
                 Outcome::Stored
             }
             Err(e) => {

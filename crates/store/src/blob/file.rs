@@ -20,6 +20,7 @@ use fs_err::os::unix::fs::FileExt;
 
 use super::disk::{Disk, System};
 use super::{BlobStore, BlobWriter, ObjectInfo, PutMode, PutOutcome};
+use crate::buffers;
 use crate::error::{Result, StoreError};
 use crate::key::Key;
 
@@ -365,7 +366,8 @@ impl BlobStore for FileStore {
             return Err(short(metadata.len()));
         }
         let len = usize::try_from(range.end - range.start).map_err(|_| short(metadata.len()))?;
-        let mut bytes = vec![0; len];
+        let mut bytes = buffers::take(len);
+        bytes.resize(len, 0);
         match file.read_exact_at(&mut bytes, range.start) {
             Ok(()) => Ok(bytes),
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {

@@ -7,6 +7,7 @@
 
 use std::future::Future;
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -16,6 +17,14 @@ use tokio::runtime::{Builder, Runtime};
 const WORKERS: usize = 2;
 /// How long [`shutdown`] waits for a thread that is stuck in a system call.
 const SHUTDOWN_LIMIT: Duration = Duration::from_secs(5);
+
+/// Far below every time limit of an operation.
+const TICK: Duration = Duration::from_millis(250);
+
+/// Whether the runtime has a task in [`tick`].
+static TICKING: AtomicBool = AtomicBool::new(false);
+/// Whether an operation began since it looked last.
+static USED: AtomicBool = AtomicBool::new(false);
 
 static RUNTIME: Mutex<Option<Arc<Runtime>>> = Mutex::new(None);
 
@@ -75,7 +84,23 @@ pub fn runtime() -> io::Result<Arc<Runtime>> {
 /// # Errors
 /// If the runtime cannot be started.
 pub fn block_on<F: Future>(future: F) -> io::Result<F::Output> {
-    Ok(runtime()?.block_on(future))
+    let runtime = runtime()?;
+    USED.store(true, Ordering::Relaxed);
+    if !TICKING.swap(true, Ordering::Relaxed) {
+        runtime.spawn(tick());
+    }
+    Ok(runtime.block_on(future))
+}
+
+/// Wakes up now and then while there are operations. A timer that is the next to end has to wake
+/// the thread that waits for the network, so that it waits no longer than that; every request has
+/// several time limits, and each would do so. Behind this one they do not.
+async fn tick() {
+    while USED.swap(false, Ordering::Relaxed) {
+        tokio::time::sleep(TICK).await;
+    }
+    // An operation that begins just now has none: it takes a little longer.
+    TICKING.store(false, Ordering::Relaxed);
 }
 
 /// Ends the runtime's threads, and waits until they are gone. Connections are lost; a store that
@@ -85,6 +110,7 @@ pub fn shutdown() -> bool {
     let Some(runtime) = slot().take() else {
         return true;
     };
+    TICKING.store(false, Ordering::Relaxed);
     match Arc::into_inner(runtime) {
         Some(runtime) => {
             runtime.shutdown_timeout(SHUTDOWN_LIMIT);

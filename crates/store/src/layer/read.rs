@@ -3,8 +3,10 @@
 //! memory. Nothing is handed out before its digest was checked.
 
 use std::ops::Range;
+use std::sync::{Condvar, Mutex, PoisonError};
 
 use super::LayerStore;
+use crate::buffers::{Reading, recycle};
 use crate::codec::decompress_frame;
 use crate::digest::Digest;
 use crate::error::{Result, StoreError};
@@ -20,6 +22,9 @@ pub(super) const MAX_REQUEST: u64 = 4 << 20;
 /// Raw bytes of the frames of one request, unless one frame has more: what its answer takes in
 /// memory, whatever the frames compress to.
 const MAX_REQUEST_RAW: u64 = 16 << 20;
+
+/// Threads beyond those of requests that verify and decompress, at most.
+const MAX_DECODERS: usize = 4;
 
 /// What a read cost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -44,8 +49,9 @@ impl FetchStats {
 /// How much of a read is under way at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReadLimits {
-    /// Requests at once. Their answers are verified and decompressed by as many threads, which
-    /// live as long as the call; 0 and 1: all on the caller's thread.
+    /// Requests at once. While their answers are verified and decompressed, others take their
+    /// place: there are up to as many threads more as the machine has processors, at most
+    /// four, and all live as long as the call. 0 and 1: all on the caller's thread.
     pub requests: usize,
     /// Bytes of requests under way and of frames not yet handed out, stored and raw. A request
     /// that needs more runs alone.
@@ -53,10 +59,11 @@ pub struct ReadLimits {
 }
 
 impl ReadLimits {
-    /// Hides the latency of a remote store and keeps a few cores busy, in 48 MiB.
+    /// Hides the latency of a remote store and keeps a few cores busy, in 96 MiB: six requests of
+    /// 4 MiB on their way and two being decompressed.
     pub const RECOMMENDED: Self = Self {
         requests: 6,
-        bytes: 48 << 20,
+        bytes: 96 << 20,
     };
     /// One request after the other on the caller's thread.
     pub const SEQUENTIAL: Self = Self {
@@ -64,11 +71,54 @@ impl ReadLimits {
         bytes: 0,
     };
 
-    pub(super) const fn bounds(self) -> Bounds {
+    pub(super) fn bounds(self) -> Bounds {
+        let decoders = || std::thread::available_parallelism().map_or(1, usize::from);
         Bounds {
-            threads: self.requests,
+            threads: match self.requests {
+                0 | 1 => 1,
+                requests => requests + decoders().min(MAX_DECODERS),
+            },
             bytes: self.bytes,
         }
+    }
+}
+
+/// Lets so many threads through at once.
+#[derive(Debug)]
+struct Gate {
+    free: Mutex<usize>,
+    freed: Condvar,
+}
+
+impl Gate {
+    fn new(places: usize) -> Self {
+        Self {
+            free: Mutex::new(places.max(1)),
+            freed: Condvar::new(),
+        }
+    }
+
+    fn pass(&self) -> Passing<'_> {
+        // A number: never left half changed.
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        while *free == 0 {
+            free = self
+                .freed
+                .wait(free)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        *free -= 1;
+        Passing(self)
+    }
+}
+
+/// A place behind a [`Gate`], free again when it is dropped.
+struct Passing<'a>(&'a Gate);
+
+impl Drop for Passing<'_> {
+    fn drop(&mut self) {
+        *self.0.free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        self.0.freed.notify_one();
     }
 }
 
@@ -267,7 +317,7 @@ impl LayerStore {
     /// Fetches frames, each once. Frames of one pack that are at most 64 KiB apart are fetched in
     /// one request of up to 4 MiB (stored; 16 MiB raw). `sink` gets a frame's number and its raw
     /// bytes, verified as by [`LayerStore::read_frame`], on the caller's thread; its error ends the
-    /// call. The frames of one request are handed out one after the other.
+    /// call. What it needs no longer it should give to [`recycle`]. The frames of one request are handed out one after the other.
     ///
     /// # Errors
     /// As [`LayerStore::read_frame`], and what `sink` answers. In order, all frames before the one
@@ -286,12 +336,14 @@ impl LayerStore {
             Delivery::AsFetched => Order::Free,
         };
         let mut stats = FetchStats::default();
+        let _reading = Reading::begin();
+        let gate = Gate::new(limits.requests);
         for_each(
             &requests,
             limits.bounds(),
             order,
             Request::weight,
-            |request| self.run_request(locator, request),
+            |request| self.run_request(locator, request, &gate),
             |_, (bytes, opened, error)| {
                 stats.requests += 1;
                 stats.bytes += bytes;
@@ -306,12 +358,16 @@ impl LayerStore {
     }
 
     /// Bytes received, the frames before the first bad one, and what is wrong with that.
-    fn run_request(&self, locator: &Locator, request: &Request) -> Answer {
-        let bytes = match self.fetch(&request.pack, request.range.clone()) {
+    fn run_request(&self, locator: &Locator, request: &Request, gate: &Gate) -> Answer {
+        let passing = gate.pass();
+        let bytes = self.fetch(&request.pack, request.range.clone());
+        drop(passing);
+        let bytes = match bytes {
             Ok(bytes) => bytes,
             Err(error) => return (0, Vec::new(), Some(self.not_seeded(error, locator))),
         };
         let mut opened = Vec::with_capacity(request.frames.len());
+        let mut wrong = None;
         for &number in &request.frames {
             let raw = frame_at(locator, number).and_then(|frame| {
                 let stored = slice_of(request, &bytes, frame).unwrap_or_default();
@@ -319,10 +375,15 @@ impl LayerStore {
             });
             match raw {
                 Ok(raw) => opened.push((number, raw)),
-                Err(error) => return (bytes.len() as u64, opened, Some(error)),
+                Err(error) => {
+                    wrong = Some(error);
+                    break;
+                }
             }
         }
-        (bytes.len() as u64, opened, None)
+        let received = bytes.len() as u64;
+        recycle(bytes);
+        (received, opened, wrong)
     }
 
     /// Fetches the chunks of these extents (indexes into the map), each extent once, verified
@@ -383,6 +444,7 @@ impl LayerStore {
                 }
                 sink(i, bytes)?;
             }
+            recycle(raw);
             Ok(())
         })
     }

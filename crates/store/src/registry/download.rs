@@ -12,7 +12,11 @@ use reqwest::header::{ACCEPT_ENCODING, RANGE};
 use super::auth::Intent;
 use super::transport::{Answer, Body, Call, Tries};
 use super::{Registry, Sha256, Sha256Hasher};
+use crate::buffers;
 use crate::error::{Result, StoreError};
+
+/// Most memory set aside before bytes come, in bytes: sizes are others' word.
+const BELIEVED: u64 = 64 << 20;
 
 impl Registry {
     /// The size of a blob in bytes; `None` if there is none.
@@ -99,7 +103,7 @@ impl Registry {
             });
         }
         let wanted = range.end - range.start;
-        let mut bytes = Vec::with_capacity(usize::try_from(wanted).unwrap_or_default());
+        let mut bytes = buffers::take(usize::try_from(wanted.min(BELIEVED)).unwrap_or_default());
         let mut tries = transport.tries();
         while (bytes.len() as u64) < wanted {
             let from = range.start + bytes.len() as u64;

@@ -1,7 +1,12 @@
 //! Ranges, frames and requests.
 
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use layerpack_store::{
-    Delivery, Key, LayerMap, LayerStore, Locator, PutMode, ReadLimits, StoreError,
+    BlobStore, BlobWriter, Delivery, Key, LayerMap, LayerStore, Locator, ObjectInfo, PutMode,
+    PutOutcome, ReadLimits, Result, StoreError,
 };
 
 use crate::support::{data_of, memory, noise, publish, reference, sample, text};
@@ -192,6 +197,86 @@ fn limits_and_delivery_change_only_the_order() {
     assert_eq!((all[0].requests, all[0].frames), (67, 67));
     assert_eq!(all[0].requests_per_gib(), 16_384);
     assert!(all.iter().all(|stats| stats == &all[0]), "{all:?}");
+}
+
+/// Counts range requests that are under way at once.
+#[derive(Debug)]
+struct Watched {
+    inner: Arc<dyn BlobStore>,
+    now: AtomicUsize,
+    most: AtomicUsize,
+}
+
+impl BlobStore for Watched {
+    fn get(&self, key: &Key, max_len: u64) -> Result<Option<Vec<u8>>> {
+        self.inner.get(key, max_len)
+    }
+    fn get_range(&self, key: &Key, range: Range<u64>) -> Result<Vec<u8>> {
+        let now = self.now.fetch_add(1, Ordering::SeqCst) + 1;
+        self.most.fetch_max(now, Ordering::SeqCst);
+        std::thread::sleep(std::time::Duration::from_millis(1));
+        let bytes = self.inner.get_range(key, range);
+        self.now.fetch_sub(1, Ordering::SeqCst);
+        bytes
+    }
+    fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<PutOutcome> {
+        self.inner.put(key, bytes, mode)
+    }
+    fn put_stream(&self) -> Result<Box<dyn BlobWriter + '_>> {
+        self.inner.put_stream()
+    }
+    fn size(&self, key: &Key) -> Result<Option<u64>> {
+        self.inner.size(key)
+    }
+    fn list(&self, prefix: &str) -> Result<Vec<ObjectInfo>> {
+        self.inner.list(prefix)
+    }
+    fn delete(&self, key: &Key) -> Result<bool> {
+        self.inner.delete(key)
+    }
+    fn url(&self) -> String {
+        self.inner.url()
+    }
+}
+
+/// Threads that decompress are no further requests.
+#[test]
+fn no_more_requests_at_once_than_allowed() {
+    let (blobs, store) = memory();
+    let files: Vec<_> = (0..200).map(|i| noise(i, 65_536)).collect();
+    publish(&store, "base/x:1", &files).unwrap();
+    let (_, manifest) = store.load(&reference("base/x:1")).unwrap();
+    let map = store.map(&manifest).unwrap();
+    let locator = store.locator(&manifest, &map).unwrap();
+    let wanted: Vec<u32> = (0..200).step_by(3).collect();
+    for requests in [1, 2, 5] {
+        let watched = Arc::new(Watched {
+            inner: Arc::clone(&blobs),
+            now: AtomicUsize::new(0),
+            most: AtomicUsize::new(0),
+        });
+        let store = LayerStore::new(Arc::clone(&watched) as Arc<dyn BlobStore>);
+        let limits = ReadLimits {
+            requests,
+            bytes: 64 << 20,
+        };
+        let mut frames = 0;
+        store
+            .read_frames_with(
+                &locator,
+                &wanted,
+                limits,
+                Delivery::AsFetched,
+                &mut |_, _| {
+                    frames += 1;
+                    Ok(())
+                },
+            )
+            .unwrap();
+        assert_eq!(frames, wanted.len());
+        let most = watched.most.load(Ordering::SeqCst);
+        assert!(most <= requests, "{most} requests at once");
+    }
 }
 
 /// In order, everything before a damaged frame is handed out, and nothing after it.

@@ -11,6 +11,7 @@ use reqwest::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, ETAG, Hea
 use super::super::remote::Timeouts;
 use super::super::retry::RetryPolicy;
 use super::client::{About, broken, io_error, timed_out};
+use crate::buffers;
 use crate::error::{Result, StoreError};
 
 /// A body that brought this much has made progress: what broke before is forgotten.
@@ -175,7 +176,7 @@ async fn fill(
     let wanted = len.unwrap_or(max_len).min(max_len);
     // No more at first than a server can be believed without a byte of proof.
     let likely = len.unwrap_or(0).min(wanted).min(BELIEVED);
-    let mut bytes = Vec::with_capacity(usize::try_from(likely).unwrap_or(0));
+    let mut bytes = buffers::take(usize::try_from(likely).unwrap_or(0));
     let etag = from.etag.clone();
     let mut broken_before = 0;
     loop {
