@@ -97,6 +97,72 @@ impl Compressor {
     }
 }
 
+/// An object as it is stored, and what its raw bytes were.
+pub(crate) struct Object {
+    pub(crate) digest: Digest,
+    /// Raw bytes.
+    pub(crate) size: u64,
+    pub(crate) stored: Vec<u8>,
+}
+
+/// Compresses and hashes an object that comes in pieces; only what is stored is kept.
+pub(crate) struct ObjectWriter {
+    context: CCtx<'static>,
+    hasher: Hasher,
+    size: u64,
+    stored: Vec<u8>,
+    block: Vec<u8>,
+}
+
+impl ObjectWriter {
+    pub(crate) fn new(level: i32) -> Self {
+        let mut context = CCtx::create();
+        let level = level.clamp(MIN_LEVEL, MAX_LEVEL);
+        // Cannot fail: the value is within zstd's bounds.
+        let _ = context.set_parameter(zstd_safe::CParameter::CompressionLevel(level));
+        Self {
+            context,
+            hasher: Hasher::new(),
+            size: 0,
+            stored: Vec::new(),
+            block: vec![0; CCtx::out_size()],
+        }
+    }
+
+    pub(crate) fn push(&mut self, bytes: &[u8]) -> Result<(), FormatError> {
+        self.hasher.update(bytes);
+        self.size += bytes.len() as u64;
+        let mut input = InBuffer::around(bytes);
+        while input.pos < bytes.len() {
+            let mut output = OutBuffer::around(self.block.as_mut_slice());
+            self.context
+                .compress_stream(&mut output, &mut input)
+                .map_err(|code| FormatError::new(NAME, text(code)))?;
+            self.stored.extend_from_slice(output.as_slice());
+        }
+        Ok(())
+    }
+
+    pub(crate) fn finish(mut self) -> Result<Object, FormatError> {
+        loop {
+            let mut output = OutBuffer::around(self.block.as_mut_slice());
+            let left = self
+                .context
+                .end_stream(&mut output)
+                .map_err(|code| FormatError::new(NAME, text(code)))?;
+            self.stored.extend_from_slice(output.as_slice());
+            if left == 0 {
+                break;
+            }
+        }
+        Ok(Object {
+            digest: self.hasher.finish(),
+            size: self.size,
+            stored: self.stored,
+        })
+    }
+}
+
 /// Decompresses to exactly `raw_len` bytes, which the caller has capped.
 pub(crate) fn decompress_frame(
     codec: Codec,

@@ -40,7 +40,7 @@ pub use codec::Codec;
 pub use digest::{Digest, Hasher};
 pub use error::{FormatError, Result, StoreError};
 pub use format::locator::{FrameLoc, Locator, PackLoc};
-pub use format::map::{Extent, LayerMap, MapBuilder};
+pub use format::map::{Extent, LayerMap, MapBuilder, map_blob};
 pub use gc::{
     Amount, AuditReport, AuditedLayer, GcOptions, GcReport, Lease, LeaseKind, Lost, NodeLease,
     Orphan, PruneOptions, PruneReport, Reason, RepairReport, Waiting,
@@ -49,8 +49,8 @@ pub use index::{ChunkIndex, CompactOptions, CompactReport, IndexStats, compact_i
 pub use key::Key;
 pub use layer::{
     Damage, Delivery, Draft, FetchStats, FileChunks, FrameChunks, LayerStore, LayerWriter,
-    PublishOutcome, Published, ReadLimits, RefEntry, Sealed, SeedMarker, StoredFrame, VerifyReport,
-    WriteStats, WriterOptions,
+    MetaImage, MetaWriter, PublishOutcome, Published, ReadLimits, RefEntry, Sealed, SeedMarker,
+    StoredFrame, VerifyReport, WriteStats, WriterOptions,
 };
 pub use manifest::{
     Blob, Counts, Features, LayerId, MAX_MANIFEST_BYTES, MAX_META_BYTES, Manifest, ParentRef,

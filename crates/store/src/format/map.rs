@@ -1,7 +1,9 @@
 //! LPMAP: a layer's data address space, as extents of chunks, and its implicit directories.
 //! FORMAT.md, section "Map".
 
+use std::iter::Copied;
 use std::ops::Range;
+use std::slice::Iter;
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -156,66 +158,21 @@ impl LayerMap {
     /// Digest and size of the raw bytes.
     #[must_use]
     pub fn blob(&self) -> Blob {
-        let mut hasher = Hasher::new();
-        let mut size = 0;
-        let _: Result<(), std::convert::Infallible> = self.emit(&mut |piece| {
-            hasher.update(piece);
-            size += piece.len() as u64;
-            Ok(())
-        });
-        Blob {
-            digest: hasher.finish(),
-            size,
-        }
+        self.parts().blob()
     }
 
     /// The raw bytes piece by piece.
     pub(crate) fn emit<E>(&self, out: &mut dyn FnMut(&[u8]) -> Result<(), E>) -> Result<(), E> {
-        let mut body_crc = 0;
-        let _: Result<(), std::convert::Infallible> = self.emit_body(&mut |piece| {
-            body_crc = crc32c::crc32c_append(body_crc, piece);
-            Ok(())
-        });
-        let implicit_bytes: usize = self.implicit.iter().map(|p| 2 + p.len()).sum();
-        let mut header = Header {
-            prelude: Prelude::new(MAGIC),
-            data_size: self.data_size.into(),
-            extent_count: (self.extents.len() as u64).into(),
-            implicit_count: (self.implicit.len() as u64).into(),
-            implicit_bytes: (implicit_bytes as u64).into(),
-            body_crc: body_crc.into(),
-            crc: U32::new(0),
-        };
-        header.crc = header_crc(&header).into();
-        out(header.as_bytes())?;
-        self.emit_body(out)
+        self.parts().emit(out)
     }
 
-    fn emit_body<E>(&self, out: &mut dyn FnMut(&[u8]) -> Result<(), E>) -> Result<(), E> {
-        let mut piece = Vec::with_capacity(PIECE * size_of::<WireExtent>());
-        for extents in self.extents.chunks(PIECE) {
-            piece.clear();
-            for e in extents {
-                let wire = WireExtent {
-                    data_offset: e.data_offset.into(),
-                    len: e.len.into(),
-                    flags: U32::new(0),
-                    digest: e.digest,
-                };
-                piece.extend_from_slice(wire.as_bytes());
-            }
-            out(&piece)?;
+    fn parts<'a>(&'a self) -> Parts<'a, impl Fn() -> Copied<Iter<'a, Extent>>> {
+        Parts {
+            data_size: self.data_size,
+            count: self.extents.len(),
+            extents: || self.extents.iter().copied(),
+            implicit: &self.implicit,
         }
-        for paths in self.implicit.chunks(PIECE) {
-            piece.clear();
-            for path in paths {
-                let len = u16::try_from(path.len()).unwrap_or(u16::MAX); // checked by the builder
-                piece.extend_from_slice(&len.to_le_bytes());
-                piece.extend_from_slice(path);
-            }
-            out(&piece)?;
-        }
-        Ok(())
     }
 
     /// Size of the data address space in bytes, a multiple of 4096.
@@ -252,6 +209,97 @@ impl LayerMap {
     }
 }
 
+/// Digest and size of a map's raw bytes, of which there are `count` extents, before the map itself is
+/// in memory. Extents and implicit directories must be what [`LayerMap`] asks for: whether they are
+/// is found out when the map is built.
+pub fn map_blob<I: Iterator<Item = Extent>>(
+    data_size: u64,
+    count: usize,
+    extents: impl Fn() -> I,
+    implicit: &[Vec<u8>],
+) -> Blob {
+    let parts = Parts {
+        data_size,
+        count,
+        extents,
+        implicit,
+    };
+    parts.blob()
+}
+
+/// What a map's bytes are made of.
+struct Parts<'a, F> {
+    data_size: u64,
+    count: usize,
+    extents: F,
+    implicit: &'a [Vec<u8>],
+}
+
+impl<I: Iterator<Item = Extent>, F: Fn() -> I> Parts<'_, F> {
+    fn blob(&self) -> Blob {
+        let mut hasher = Hasher::new();
+        let mut size = 0;
+        let _: Result<(), std::convert::Infallible> = self.emit(&mut |piece| {
+            hasher.update(piece);
+            size += piece.len() as u64;
+            Ok(())
+        });
+        Blob {
+            digest: hasher.finish(),
+            size,
+        }
+    }
+
+    fn emit<E>(&self, out: &mut dyn FnMut(&[u8]) -> Result<(), E>) -> Result<(), E> {
+        let mut body_crc = 0;
+        let _: Result<(), std::convert::Infallible> = self.emit_body(&mut |piece| {
+            body_crc = crc32c::crc32c_append(body_crc, piece);
+            Ok(())
+        });
+        let implicit_bytes: usize = self.implicit.iter().map(|p| 2 + p.len()).sum();
+        let mut header = Header {
+            prelude: Prelude::new(MAGIC),
+            data_size: self.data_size.into(),
+            extent_count: (self.count as u64).into(),
+            implicit_count: (self.implicit.len() as u64).into(),
+            implicit_bytes: (implicit_bytes as u64).into(),
+            body_crc: body_crc.into(),
+            crc: U32::new(0),
+        };
+        header.crc = header_crc(&header).into();
+        out(header.as_bytes())?;
+        self.emit_body(out)
+    }
+
+    fn emit_body<E>(&self, out: &mut dyn FnMut(&[u8]) -> Result<(), E>) -> Result<(), E> {
+        let mut piece = Vec::with_capacity(PIECE * size_of::<WireExtent>());
+        let mut extents = (self.extents)().peekable();
+        while extents.peek().is_some() {
+            piece.clear();
+            for e in extents.by_ref().take(PIECE) {
+                let wire = WireExtent {
+                    data_offset: e.data_offset.into(),
+                    len: e.len.into(),
+                    flags: U32::new(0),
+                    digest: e.digest,
+                };
+                piece.extend_from_slice(wire.as_bytes());
+            }
+            out(&piece)?;
+        }
+        for paths in self.implicit.chunks(PIECE) {
+            piece.clear();
+            for path in paths {
+                let len = u16::try_from(path.len()).unwrap_or(u16::MAX); // checked by the builder
+                piece.extend_from_slice(&len.to_le_bytes());
+                piece.extend_from_slice(path);
+            }
+            out(&piece)?;
+        }
+        Ok(())
+    }
+}
+
 /// Collects a map. Extents and directories may come in any order.
 #[derive(Debug, Default)]
 pub struct MapBuilder {
@@ -266,6 +314,16 @@ impl MapBuilder {
     pub fn new(data_size: u64) -> Self {
         Self {
             data_size,
+            ..Self::default()
+        }
+    }
+
+    /// A map of `data_size` bytes with these extents.
+    #[must_use]
+    pub fn with_extents(data_size: u64, extents: Vec<Extent>) -> Self {
+        Self {
+            data_size,
+            extents,
             ..Self::default()
         }
     }

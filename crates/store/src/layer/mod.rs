@@ -1,5 +1,6 @@
 //! Layers in a store: reading ([`LayerStore`]), verifying, and writing ([`LayerWriter`]).
 
+mod chunks;
 mod claim;
 mod dedupe;
 mod frames;
@@ -23,7 +24,7 @@ use serde::{Deserialize, Serialize};
 pub use part::SeedMarker;
 pub(crate) use passed::Tables;
 pub use passed::{FrameChunks, StoredFrame};
-pub use publish::{Draft, PublishOutcome, Published, Sealed};
+pub use publish::{Draft, MetaImage, MetaWriter, PublishOutcome, Published, Sealed};
 pub use read::{Delivery, FetchStats, ReadLimits};
 pub use verify::{Damage, VerifyReport};
 pub use writer::{FileChunks, LayerWriter, WriteStats, WriterOptions};

@@ -1,14 +1,19 @@
-//! Frames to packs: one pack open at a time, its id hashed while it is written.
+//! Frames to packs: one pack open at a time, its id hashed while it is written; and packs to index
+//! segments, so that of many chunks only those of the last packs are in memory.
 
+use super::LayerStore;
 use super::pipeline::Frame;
 use crate::blob::{BlobStore, BlobWriter, PutMode};
 use crate::digest::{Digest, Hasher};
 use crate::error::Result;
+use crate::format::index::{IndexEntry, IndexPack, IndexSegment};
 use crate::format::pack::{self, FRAMES_START, PackChunk, PackFrame, PackTable, TARGET_PACK_LEN};
 use crate::key::Key;
 
 /// A pack also ends here, so that chunks of a few bytes cannot make its table grow without bound.
-const MAX_CHUNKS: usize = 512 << 10;
+const MAX_CHUNKS: usize = 128 << 10;
+/// An index segment is written as soon as it has so many chunks.
+const SEGMENT_CHUNKS: usize = 128 << 10;
 
 /// A durable pack.
 #[derive(Debug)]
@@ -16,13 +21,28 @@ pub(super) struct WrittenPack {
     pub(super) id: Digest,
     pub(super) size: u64,
     pub(super) table_offset: u64,
-    pub(super) table: PackTable,
+    pub(super) frames: Vec<PackFrame>,
+    /// Digests of its chunks in the order of its table; empty once it is in an index.
+    pub(super) chunks: Vec<Digest>,
+}
+
+/// Durable packs whose index is durable too.
+#[derive(Debug, Default)]
+pub(super) struct Written {
+    /// In the order of their frames.
+    pub(super) packs: Vec<WrittenPack>,
+    /// Bytes of the index segments.
+    pub(super) index_bytes: u64,
+    /// Damage found in the store and worked around, one line each.
+    pub(super) warnings: Vec<String>,
 }
 
 pub(super) struct PackWriter<'a> {
-    blobs: &'a dyn BlobStore,
+    store: &'a LayerStore,
     open: Option<Open<'a>>,
-    done: Vec<WrittenPack>,
+    done: Written,
+    /// Packs of `done` that are in an index.
+    indexed: usize,
 }
 
 struct Open<'a> {
@@ -51,17 +71,19 @@ impl Open<'_> {
             id,
             size: self.len,
             table_offset,
-            table: self.table,
+            chunks: self.table.chunks.iter().map(|c| c.digest).collect(),
+            frames: self.table.frames,
         })
     }
 }
 
 impl<'a> PackWriter<'a> {
-    pub(super) fn new(blobs: &'a dyn BlobStore) -> Self {
+    pub(super) fn new(store: &'a LayerStore) -> Self {
         Self {
-            blobs,
+            store,
             open: None,
-            done: Vec::new(),
+            done: Written::default(),
+            indexed: 0,
         }
     }
 
@@ -71,7 +93,7 @@ impl<'a> PackWriter<'a> {
             Some(open) => open,
             None => {
                 let mut open = Open {
-                    out: self.blobs.put_stream()?,
+                    out: self.store.blobs().put_stream()?,
                     hasher: Hasher::new(),
                     len: 0,
                     table: PackTable::default(),
@@ -99,18 +121,66 @@ impl<'a> PackWriter<'a> {
             }));
         open.write(&frame.stored)?;
         if open.len >= TARGET_PACK_LEN || open.table.chunks.len() >= MAX_CHUNKS {
-            self.done.push(open.commit()?);
+            self.done.packs.push(open.commit()?);
+            let waiting = self.done.packs.get(self.indexed..).unwrap_or_default();
+            if waiting.iter().map(|p| p.chunks.len()).sum::<usize>() >= SEGMENT_CHUNKS {
+                self.index()?;
+            }
         } else {
             self.open = Some(open);
         }
         Ok(())
     }
 
-    /// Ends the last pack. The packs, in the order of their frames.
-    pub(super) fn finish(mut self) -> Result<Vec<WrittenPack>> {
-        if let Some(open) = self.open.take() {
-            self.done.push(open.commit()?);
+    /// Writes an index segment of the packs that are in none.
+    fn index(&mut self) -> Result<()> {
+        let waiting = self.done.packs.get_mut(self.indexed..).unwrap_or_default();
+        if waiting.is_empty() {
+            return Ok(());
         }
+        // Before the first index.
+        self.done.warnings.extend(self.store.ensure_marker()?);
+        self.done.index_bytes += put_segment(self.store.blobs().as_ref(), waiting)?;
+        for pack in waiting {
+            pack.chunks = Vec::new();
+        }
+        self.indexed = self.done.packs.len();
+        Ok(())
+    }
+
+    /// Ends the last pack and the index.
+    pub(super) fn finish(mut self) -> Result<Written> {
+        if let Some(open) = self.open.take() {
+            self.done.packs.push(open.commit()?);
+        }
+        self.index()?;
         Ok(self.done)
     }
+}
+
+/// Writes an index segment of packs; its bytes.
+pub(super) fn put_segment(blobs: &dyn BlobStore, packs: &[WrittenPack]) -> Result<u64> {
+    if packs.is_empty() {
+        return Ok(0);
+    }
+    let mut entries = Vec::with_capacity(packs.iter().map(|p| p.chunks.len()).sum());
+    for (pack, written) in (0_u32..).zip(packs) {
+        let chunks = (0_u32..).zip(&written.chunks);
+        entries.extend(chunks.map(|(chunk, digest)| IndexEntry {
+            digest: *digest,
+            pack,
+            chunk,
+        }));
+    }
+    let packs = packs
+        .iter()
+        .map(|p| IndexPack {
+            id: p.id,
+            size: p.size,
+            table_offset: p.table_offset,
+        })
+        .collect();
+    let bytes = IndexSegment::new(packs, entries)?.to_bytes()?;
+    blobs.put(&Key::index(&Digest::of(&bytes)), &bytes, PutMode::Overwrite)?;
+    Ok(bytes.len() as u64)
 }

@@ -9,8 +9,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-use super::pack_writer::{PackWriter, WrittenPack};
-use crate::blob::BlobStore;
+use super::LayerStore;
+use super::pack_writer::{PackWriter, Written};
 use crate::codec::{Codec, Compressor};
 use crate::digest::Digest;
 use crate::error::{Result, StoreError};
@@ -104,14 +104,14 @@ impl Drop for Guard<'_> {
 pub(super) struct Pipeline {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
-    writer: Option<JoinHandle<Option<Vec<WrittenPack>>>>,
+    writer: Option<JoinHandle<Option<Written>>>,
     max_in_flight: u64,
     store: String,
 }
 
 impl Pipeline {
-    pub(super) fn new(blobs: Arc<dyn BlobStore>, level: i32, jobs: usize) -> Result<Self> {
-        let store = blobs.url();
+    pub(super) fn new(store: LayerStore, level: i32, jobs: usize) -> Result<Self> {
+        let url = store.url().to_owned();
         let shared = Arc::new(Shared {
             state: Mutex::default(),
             queued: Condvar::new(),
@@ -123,11 +123,11 @@ impl Pipeline {
             workers: Vec::new(),
             writer: None,
             max_in_flight: 8 + 4 * jobs as u64,
-            store: store.clone(),
+            store: url.clone(),
         };
         let failed = |source| StoreError::Io {
             operation: "start",
-            store: store.clone(),
+            store: url.clone(),
             key: "the threads that compress and write".to_owned(),
             source,
         };
@@ -143,7 +143,7 @@ impl Pipeline {
         let thread = std::thread::Builder::new().name("pack-writer".to_owned());
         pipeline.writer = Some(
             thread
-                .spawn(move || write(&shared, blobs.as_ref()))
+                .spawn(move || write(&shared, &store))
                 .map_err(failed)?,
         );
         Ok(pipeline)
@@ -188,8 +188,9 @@ impl Pipeline {
         Ok(state)
     }
 
-    /// Waits until every frame is durable. The packs, in the order of the frames' numbers.
-    pub(super) fn finish(mut self) -> Result<Vec<WrittenPack>> {
+    /// Waits until every frame and its index are durable. The packs, in the order of the frames'
+    /// numbers.
+    pub(super) fn finish(mut self) -> Result<Written> {
         self.shared.lock().closed = true;
         self.shared.queued.notify_all();
         self.shared.compressed.notify_all();
@@ -210,7 +211,7 @@ impl Pipeline {
             })
     }
 
-    fn join(&mut self) -> Option<Vec<WrittenPack>> {
+    fn join(&mut self) -> Option<Written> {
         for worker in self.workers.drain(..) {
             let _ = worker.join(); // a panic has aborted the pipeline
         }
@@ -268,9 +269,9 @@ fn compress(shared: &Shared, level: i32) {
 }
 
 /// `None`: aborted.
-fn write(shared: &Shared, blobs: &dyn BlobStore) -> Option<Vec<WrittenPack>> {
+fn write(shared: &Shared, store: &LayerStore) -> Option<Written> {
     let _guard = Guard(shared);
-    let mut packs = PackWriter::new(blobs);
+    let mut packs = PackWriter::new(store);
     loop {
         let mut state = shared.lock();
         let frame = loop {

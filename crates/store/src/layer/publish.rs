@@ -5,21 +5,110 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::LayerStore;
-use super::dedupe::{IndexSet, StoredChunk};
-use super::pack_writer::WrittenPack;
-use super::writer::{LayerWriter, Place, WriteStats, WriterOptions};
+use super::chunks::{Holdings, Place};
+use super::dedupe::IndexSet;
+use super::pack_writer::Written;
+use super::writer::{LayerWriter, WriteStats, WriterOptions};
 use super::{RefObject, max_stored};
 use crate::blob::{PutMode, PutOutcome};
-use crate::codec::Compressor;
+use crate::codec::{ObjectWriter, digest_of_raw};
 use crate::digest::Digest;
-use crate::error::{Result, StoreError};
-use crate::format::index::{IndexEntry, IndexPack, IndexSegment};
+use crate::error::{FormatError, Result, StoreError};
 use crate::format::locator::{FrameLoc, Locator, MAX_LOCATOR_BYTES, PackLoc};
 use crate::format::map::LayerMap;
 use crate::format::pack::PackFrame;
 use crate::key::Key;
 use crate::manifest::{Blob, Counts, Features, LayerId, Manifest, ParentRef};
 use crate::reference::Reference;
+
+/// A metadata image: raw, or as [`MetaWriter`] compressed it, so that a large one is never in
+/// memory as it is.
+#[derive(Clone)]
+pub struct MetaImage(Image);
+
+#[derive(Clone)]
+enum Image {
+    Raw(Vec<u8>),
+    Stored { blob: Blob, stored: Vec<u8> },
+}
+
+impl MetaImage {
+    fn blob(&self) -> Blob {
+        match &self.0 {
+            Image::Raw(raw) => Blob::of(raw),
+            Image::Stored { blob, .. } => *blob,
+        }
+    }
+
+    /// What goes into the store.
+    fn into_stored(self, level: i32) -> Result<Vec<u8>> {
+        match self.0 {
+            Image::Raw(raw) => Ok(compressed(level, &raw)?),
+            Image::Stored { stored, .. } => Ok(stored),
+        }
+    }
+}
+
+impl std::fmt::Debug for MetaImage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("MetaImage").field(&self.blob()).finish()
+    }
+}
+
+impl From<Vec<u8>> for MetaImage {
+    fn from(raw: Vec<u8>) -> Self {
+        Self(Image::Raw(raw))
+    }
+}
+
+/// Takes a metadata image piece by piece.
+pub struct MetaWriter(ObjectWriter);
+
+impl MetaWriter {
+    /// For an image that is compressed at this zstd level, -7 to 22.
+    #[must_use]
+    pub fn new(level: i32) -> Self {
+        Self(ObjectWriter::new(level))
+    }
+
+    /// The image.
+    ///
+    /// # Errors
+    /// If zstd fails.
+    pub fn finish(self) -> Result<MetaImage> {
+        let object = self.0.finish()?;
+        Ok(MetaImage(Image::Stored {
+            blob: Blob {
+                digest: object.digest,
+                size: object.size,
+            },
+            stored: object.stored,
+        }))
+    }
+}
+
+impl std::fmt::Debug for MetaWriter {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("MetaWriter").finish_non_exhaustive()
+    }
+}
+
+impl std::io::Write for MetaWriter {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.push(bytes).map_err(std::io::Error::other)?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+fn compressed(level: i32, raw: &[u8]) -> Result<Vec<u8>, FormatError> {
+    let mut object = ObjectWriter::new(level);
+    object.push(raw)?;
+    Ok(object.finish()?.stored)
+}
 
 /// What is to be published. Nothing in it may depend on time, threads or the store.
 #[derive(Debug, Clone)]
@@ -39,7 +128,7 @@ pub struct Draft {
     /// Further facts.
     pub annotations: BTreeMap<String, String>,
     /// The metadata image.
-    pub meta: Vec<u8>,
+    pub meta: MetaImage,
     /// The map; every chunk in it was added to the writer or is in the store.
     pub map: LayerMap,
 }
@@ -47,7 +136,8 @@ pub struct Draft {
 impl Draft {
     /// A draft with empty optional fields.
     #[must_use]
-    pub fn new(reference: Reference, meta: Vec<u8>, map: LayerMap) -> Self {
+    pub fn new(reference: Reference, meta: impl Into<MetaImage>, map: LayerMap) -> Self {
+        let meta = meta.into();
         Self {
             reference,
             platform: String::new(),
@@ -88,10 +178,13 @@ pub struct Published {
     pub warnings: Vec<String>,
 }
 
-/// A frame that the layer uses, before its place in the locator is known.
-pub(super) struct Used {
-    pack: PackLoc,
-    frame: PackFrame,
+/// Frames that the layer may use, and where the map's extents are in them.
+pub(super) struct Places {
+    packs: Vec<PackLoc>,
+    /// Each with its pack's number.
+    frames: Vec<(u32, PackFrame)>,
+    /// For each extent: its frame, and its first byte in the frame's raw bytes.
+    extents: Vec<(u32, u32)>,
 }
 
 impl LayerWriter {
@@ -104,10 +197,11 @@ impl LayerWriter {
     /// not added and is not in the store; else what went wrong in writing. After an error the
     /// reference is as it was before (or, if an answer was lost, published): run again.
     pub fn finish(self, draft: Draft) -> Result<Published> {
-        let manifest = self.manifest(&draft, &draft.map.to_bytes());
-        let invalid = |e: crate::error::FormatError| invalid_layer(&draft.reference, &e);
+        let manifest = self.manifest(&draft);
+        let invalid = |e: FormatError| invalid_layer(&draft.reference, &e);
         manifest.to_bytes().map_err(invalid)?; // before anything more is written
-        self.seal()?.publish(&manifest, &draft.meta, &draft.map)
+        self.seal()?
+            .publish_image(&manifest, draft.meta, &draft.map, None)
     }
 
     /// Ends the writing of chunks: all packs and their index are durable afterwards. Layers made
@@ -123,48 +217,40 @@ impl LayerWriter {
             store,
             options,
             mut index,
-            known,
-            stored,
+            mut held,
             tickets,
             pipeline,
             mut stats,
             ..
         } = self;
-        let packs = pipeline.finish()?;
+        let Written {
+            packs,
+            index_bytes,
+            warnings: own,
+        } = pipeline.finish()?;
+        warnings.extend(own);
         stats.new_packs += packs.len() as u64;
         stats.new_bytes += packs.iter().map(|p| p.size).sum::<u64>();
-        stats.new_bytes += store.put_index(&packs)?;
+        stats.new_bytes += index_bytes;
         if let Some(trust) = &mut index.frames.trust {
             for pack in &packs {
-                let frames = pack.table.frames.len();
+                let frames = pack.frames.len();
                 trust.wrote(store.blobs().as_ref(), &pack.id, frames);
             }
             trust.save();
         }
-        let written = packs
-            .iter()
-            .flat_map(|p| {
-                let pack = PackLoc {
-                    id: p.id,
-                    size: p.size,
-                };
-                p.table.frames.iter().map(move |f| (pack, *f))
-            })
-            .collect();
+        held.settle(&tickets, &packs)?;
         Ok(Sealed {
             store,
             options,
             index,
-            known,
-            stored,
-            tickets,
-            written,
+            held,
             stats,
             warnings,
         })
     }
 
-    fn manifest(&self, draft: &Draft, map_bytes: &[u8]) -> Manifest {
+    fn manifest(&self, draft: &Draft) -> Manifest {
         let mut parameters = draft.parameters.clone();
         parameters.insert("chunker".to_owned(), self.options.chunker.to_string());
         Manifest {
@@ -175,8 +261,8 @@ impl LayerWriter {
             version: draft.reference.version.clone(),
             platform: draft.platform.clone(),
             parents: draft.parents.clone(),
-            meta: Blob::of(&draft.meta),
-            map: Blob::of(map_bytes),
+            meta: draft.meta.blob(),
+            map: draft.map.blob(),
             data_size: draft.map.data_size(),
             counts: draft.counts,
             parameters,
@@ -186,7 +272,7 @@ impl LayerWriter {
     }
 }
 
-fn invalid_layer(reference: &Reference, error: &crate::error::FormatError) -> StoreError {
+fn invalid_layer(reference: &Reference, error: &FormatError) -> StoreError {
     StoreError::InvalidInput {
         object: reference.to_string(),
         what: error.to_string(),
@@ -199,11 +285,7 @@ pub struct Sealed {
     pub(super) store: LayerStore,
     pub(super) options: WriterOptions,
     pub(super) index: IndexSet,
-    pub(super) known: HashMap<Digest, (Place, u32)>,
-    pub(super) stored: Vec<StoredChunk>,
-    tickets: Vec<Option<u64>>,
-    /// Frames of this writer in the order of their numbers.
-    written: Vec<(PackLoc, PackFrame)>,
+    pub(super) held: Holdings,
     pub(super) stats: WriteStats,
     pub(super) warnings: Vec<String>,
 }
@@ -213,29 +295,7 @@ impl Sealed {
     ///
     /// # Errors
     /// If its threads cannot be started.
-    pub fn reopen(mut self) -> Result<LayerWriter> {
-        for (place, len) in self.known.values_mut() {
-            let Place::New { ticket, offset } = *place else {
-                continue;
-            };
-            // A ticket without a frame cannot be: sealing has flushed them all.
-            let Some(&(pack, frame)) = written_frame(&self.tickets, &self.written, ticket) else {
-                continue;
-            };
-            *place = Place::Stored {
-                index: self.stored.len(),
-            };
-            self.stored.push(StoredChunk {
-                pack: IndexPack {
-                    id: pack.id,
-                    size: pack.size,
-                    table_offset: 0, // not needed any more
-                },
-                frame,
-                offset,
-                len: *len,
-            });
-        }
+    pub fn reopen(self) -> Result<LayerWriter> {
         LayerWriter::resume(self)
     }
 
@@ -270,12 +330,25 @@ impl Sealed {
         map: &LayerMap,
         elsewhere: Option<&Locator>,
     ) -> Result<Published> {
+        let meta = MetaImage(Image::Stored {
+            blob: Blob::of(meta),
+            stored: compressed(self.options.level, meta)?,
+        });
+        self.publish_image(manifest, meta, map, elsewhere)
+    }
+
+    fn publish_image(
+        &mut self,
+        manifest: &Manifest,
+        meta: MetaImage,
+        map: &LayerMap,
+        elsewhere: Option<&Locator>,
+    ) -> Result<Published> {
         let reference = manifest.reference();
-        let invalid = |e: crate::error::FormatError| invalid_layer(&reference, &e);
-        let map_bytes = map.to_bytes();
+        let invalid = |e: FormatError| invalid_layer(&reference, &e);
         let manifest_bytes = manifest.to_bytes().map_err(invalid)?;
         let digest = Digest::of(&manifest_bytes);
-        if Blob::of(meta) != manifest.meta || Blob::of(&map_bytes) != manifest.map {
+        if meta.blob() != manifest.meta || map.blob() != manifest.map {
             return Err(StoreError::InvalidInput {
                 object: reference.to_string(),
                 what: "its metadata or map is not what its manifest names".to_owned(),
@@ -298,15 +371,11 @@ impl Sealed {
 
         // Chunks of the map that were not added: of layers that this one is made from.
         for extent in map.extents() {
-            if self.known.contains_key(&extent.digest) {
+            if self.held.contains(&extent.digest) {
                 continue;
             }
             if let Some(chunk) = self.index.locate(&extent.digest)? {
-                let place = Place::Stored {
-                    index: self.stored.len(),
-                };
-                self.known.insert(extent.digest, (place, chunk.len));
-                self.stored.push(chunk);
+                self.held.insert_stored(&extent.digest, &chunk)?;
             } else if elsewhere.is_none()
                 && let Some(damage) = self.index.damage_of(&extent.digest)?
             {
@@ -318,27 +387,22 @@ impl Sealed {
         if let Some(trust) = &mut self.index.frames.trust {
             trust.save();
         }
-        let places = Places {
-            known: &self.known,
-            stored: &self.stored,
-            tickets: &self.tickets,
-            written: &self.written,
-        };
-        let places = resolve(&places, &reference, map, elsewhere)?;
+        let places = resolve(&self.held, &reference, map, elsewhere)?;
         let locator = build_locator(manifest.map.digest, map, places).map_err(invalid)?;
 
         let store = &self.store;
-        let mut compressor = Compressor::new(self.options.level);
         let mut written = store.put_raw(
             &Key::meta(&manifest.meta.digest),
             &manifest.meta,
-            &compressor.compress(meta)?,
+            &meta.into_stored(self.options.level)?,
             &mut warnings,
         )?;
+        let mut stored_map = ObjectWriter::new(self.options.level);
+        map.emit(&mut |piece| stored_map.push(piece))?;
         written += store.put_raw(
             &Key::map(&manifest.map.digest),
             &manifest.map,
-            &compressor.compress(&map_bytes)?,
+            &stored_map.finish()?.stored,
             &mut warnings,
         )?;
         written += store.put_locator(&manifest.map.digest, map, &locator, &mut warnings)?;
@@ -375,171 +439,150 @@ impl Sealed {
     }
 }
 
-/// What a writer knows of where chunks are.
-pub(super) struct Places<'a> {
-    pub(super) known: &'a HashMap<Digest, (Place, u32)>,
-    pub(super) stored: &'a [StoredChunk],
-    pub(super) tickets: &'a [Option<u64>],
-    /// Frames of this writer in the order of their numbers.
-    pub(super) written: &'a [(PackLoc, PackFrame)],
-}
-
 /// For each extent of the map: its frame, and its first byte in the frame's raw bytes. `elsewhere`
-/// says where those are that are not known.
+/// says where those are that are not here.
 pub(super) fn resolve(
-    places: &Places<'_>,
+    held: &Holdings,
     reference: &Reference,
     map: &LayerMap,
     elsewhere: Option<&Locator>,
-) -> Result<Vec<(Used, u32)>> {
+) -> Result<Places> {
     let invalid = |what: String| StoreError::InvalidInput {
         object: reference.to_string(),
         what,
     };
-    map.extents()
-        .iter()
-        .enumerate()
-        .map(|(i, extent)| {
-            if !places.known.contains_key(&extent.digest)
-                && let Some(place) = elsewhere.and_then(|locator| place_in(locator, i))
-            {
-                return Ok(place);
-            }
-            let gone = || {
-                invalid(format!(
-                    "chunk {} of its map was not added and is not in the store",
-                    extent.digest
-                ))
-            };
-            let &(place, len) = places.known.get(&extent.digest).ok_or_else(gone)?;
-            if len != extent.len {
+    let mut places = Places {
+        packs: held.packs().to_vec(),
+        frames: held.frames().map(|(pack, frame)| (pack, *frame)).collect(),
+        extents: Vec::with_capacity(map.extents().len()),
+    };
+    let mut taken = HashMap::new();
+    for (i, extent) in map.extents().iter().enumerate() {
+        let gone = || {
+            invalid(format!(
+                "chunk {} of its map was not added and is not in the store",
+                extent.digest
+            ))
+        };
+        let place = match held.get(&extent.digest) {
+            Some(known) if known.len != extent.len => {
                 let what = format!(
-                    "chunk {} has {len} bytes, its map says {}",
-                    extent.digest, extent.len
+                    "chunk {} has {} bytes, its map says {}",
+                    extent.digest, known.len, extent.len
                 );
                 return Err(invalid(what));
             }
-            match place {
-                Place::New { ticket, offset } => {
-                    let &(pack, frame) =
-                        written_frame(places.tickets, places.written, ticket).ok_or_else(gone)?;
-                    Ok((Used { pack, frame }, offset))
-                }
-                Place::Stored { index } => {
-                    let chunk = places.stored.get(index).ok_or_else(gone)?;
-                    let pack = PackLoc {
-                        id: chunk.pack.id,
-                        size: chunk.pack.size,
-                    };
-                    let frame = chunk.frame;
-                    Ok((Used { pack, frame }, chunk.offset))
-                }
+            Some(known) => match known.place() {
+                Place::Stored(number) => (number, known.offset),
+                Place::New(_) => return Err(gone()), // its frame was never written
+            },
+            None => elsewhere
+                .and_then(|locator| places.take(&mut taken, locator, i))
+                .ok_or_else(gone)?,
+        };
+        places.extents.push(place);
+    }
+    Ok(places)
+}
+
+impl Places {
+    /// Where a locator has an extent; its frame is added. `taken` has the numbers of those that
+    /// were added before.
+    fn take(
+        &mut self,
+        taken: &mut HashMap<u32, u32>,
+        locator: &Locator,
+        extent: usize,
+    ) -> Option<(u32, u32)> {
+        let (number, offset) = locator.extent(extent)?;
+        if let Some(known) = taken.get(&number) {
+            return Some((*known, offset));
+        }
+        let frame = locator.frames().get(usize::try_from(number).ok()?)?;
+        let pack = *locator.packs().get(usize::try_from(frame.pack).ok()?)?;
+        let pack_number = match self.packs.iter().position(|known| *known == pack) {
+            Some(number) => number,
+            None => {
+                self.packs.push(pack);
+                self.packs.len() - 1
             }
-        })
-        .collect()
-}
-
-/// Where a locator has an extent.
-fn place_in(locator: &Locator, extent: usize) -> Option<(Used, u32)> {
-    let (frame, offset) = locator.extent(extent)?;
-    let frame = locator.frames().get(usize::try_from(frame).ok()?)?;
-    let pack = *locator.packs().get(usize::try_from(frame.pack).ok()?)?;
-    let frame = PackFrame {
-        offset: frame.offset,
-        stored_len: frame.stored_len,
-        raw_len: frame.raw_len,
-        codec: frame.codec,
-        digest: frame.digest,
-    };
-    Some((Used { pack, frame }, offset))
-}
-
-/// The frame that got this ticket.
-fn written_frame<'a>(
-    tickets: &[Option<u64>],
-    written: &'a [(PackLoc, PackFrame)],
-    ticket: usize,
-) -> Option<&'a (PackLoc, PackFrame)> {
-    let number = tickets.get(ticket).copied().flatten()?;
-    written.get(usize::try_from(number).ok()?)
+        };
+        let next = u32::try_from(self.frames.len()).ok()?;
+        self.frames.push((
+            u32::try_from(pack_number).ok()?,
+            PackFrame {
+                offset: frame.offset,
+                stored_len: frame.stored_len,
+                raw_len: frame.raw_len,
+                codec: frame.codec,
+                digest: frame.digest,
+            },
+        ));
+        taken.insert(number, next);
+        Some((next, offset))
+    }
 }
 
 /// Packs in the order of first use, frames in the order of packs and offsets.
 pub(super) fn build_locator(
     map_digest: Digest,
     map: &LayerMap,
-    places: Vec<(Used, u32)>,
-) -> Result<Locator, crate::error::FormatError> {
-    let too_many =
-        || crate::error::FormatError::new("LPLOC", "it has more than 2^32-1 packs or frames");
+    places: Places,
+) -> Result<Locator, FormatError> {
+    let too_many = || FormatError::new("LPLOC", "it has more than 2^32-1 packs or frames");
+    let Places {
+        packs: all_packs,
+        frames: all,
+        mut extents,
+    } = places;
     let mut packs: Vec<PackLoc> = Vec::new();
     let mut pack_numbers: HashMap<Digest, u32> = HashMap::new();
+    // By number in `all`: pack and offset of those that are used.
+    let mut keys: Vec<Option<(u32, u64)>> = vec![None; all.len()];
     let mut frames: Vec<FrameLoc> = Vec::new();
-    let mut keys: Vec<(u32, u64)> = Vec::with_capacity(places.len());
-    let mut seen: HashMap<(u32, u64), ()> = HashMap::new();
-    for (used, _) in &places {
+    for (number, _) in &extents {
+        let index = usize::try_from(*number).unwrap_or(usize::MAX);
+        let (Some(key), Some((pack, frame))) = (keys.get_mut(index), all.get(index)) else {
+            continue; // `resolve` made the numbers
+        };
+        let loc = usize::try_from(*pack).ok().and_then(|p| all_packs.get(p));
+        let Some(loc) = loc.filter(|_| key.is_none()) else {
+            continue;
+        };
         let next = u32::try_from(packs.len()).map_err(|_| too_many())?;
-        let pack = *pack_numbers.entry(used.pack.id).or_insert(next);
+        let pack = *pack_numbers.entry(loc.id).or_insert(next);
         if pack == next {
-            packs.push(used.pack);
+            packs.push(*loc);
         }
-        let key = (pack, used.frame.offset);
-        keys.push(key);
-        if seen.insert(key, ()).is_none() {
-            frames.push(FrameLoc {
-                pack,
-                codec: used.frame.codec,
-                offset: used.frame.offset,
-                stored_len: used.frame.stored_len,
-                raw_len: used.frame.raw_len,
-                digest: used.frame.digest,
-            });
-        }
+        *key = Some((pack, frame.offset));
+        frames.push(FrameLoc {
+            pack,
+            codec: frame.codec,
+            offset: frame.offset,
+            stored_len: frame.stored_len,
+            raw_len: frame.raw_len,
+            digest: frame.digest,
+        });
     }
     frames.sort_unstable_by_key(|f| (f.pack, f.offset));
-    let extents = places
-        .iter()
-        .zip(&keys)
-        .map(|((_, offset), key)| {
-            let frame = frames.partition_point(|f| (f.pack, f.offset) < *key);
-            Ok((u32::try_from(frame).map_err(|_| too_many())?, *offset))
+    // A frame that is here and elsewhere is the same one.
+    frames.dedup_by_key(|f| (f.pack, f.offset));
+    let numbers = keys
+        .into_iter()
+        .map(|key| {
+            let Some(key) = key else { return Ok(0) };
+            let frame = frames.partition_point(|f| (f.pack, f.offset) < key);
+            u32::try_from(frame).map_err(|_| too_many())
         })
-        .collect::<Result<Vec<_>, crate::error::FormatError>>()?;
+        .collect::<Result<Vec<u32>, FormatError>>()?;
+    for (number, _) in &mut extents {
+        let index = usize::try_from(*number).unwrap_or(usize::MAX);
+        *number = numbers.get(index).copied().unwrap_or_default();
+    }
     Locator::new(map_digest, map, packs, frames, extents)
 }
 
 impl LayerStore {
-    /// An index segment of new packs; bytes written.
-    pub(super) fn put_index(&self, packs: &[WrittenPack]) -> Result<u64> {
-        if packs.is_empty() {
-            return Ok(0);
-        }
-        let mut entries = Vec::with_capacity(packs.iter().map(|p| p.table.chunks.len()).sum());
-        for (pack, written) in (0_u32..).zip(packs) {
-            entries.extend(
-                (0_u32..)
-                    .zip(&written.table.chunks)
-                    .map(|(chunk, c)| IndexEntry {
-                        digest: c.digest,
-                        pack,
-                        chunk,
-                    }),
-            );
-        }
-        let packs = packs
-            .iter()
-            .map(|p| IndexPack {
-                id: p.id,
-                size: p.size,
-                table_offset: p.table_offset,
-            })
-            .collect();
-        let bytes = IndexSegment::new(packs, entries)?.to_bytes()?;
-        self.blobs()
-            .put(&Key::index(&Digest::of(&bytes)), &bytes, PutMode::Overwrite)?;
-        Ok(bytes.len() as u64)
-    }
-
     /// Writes an object whose content the key decides. If it exists it must pass `check`; if it
     /// does not, it is replaced. Bytes written.
     fn put_checked(
@@ -563,6 +606,19 @@ impl LayerStore {
         Ok(bytes.len() as u64)
     }
 
+    /// Whether a compressed object is what its key says, without holding its raw bytes.
+    fn check_object(&self, key: &Key, blob: &Blob) -> Result<()> {
+        let stored = self
+            .blobs()
+            .get(key, max_stored(blob.size))?
+            .ok_or_else(|| self.missing(key))?;
+        let digest = digest_of_raw(&stored, blob.size).map_err(|e| self.bad(key, &e))?;
+        if digest != blob.digest {
+            return Err(self.corrupt(key, format!("the digest of its raw bytes is {digest}")));
+        }
+        Ok(())
+    }
+
     /// A compressed object.
     fn put_raw(
         &self,
@@ -572,7 +628,7 @@ impl LayerStore {
         warnings: &mut Vec<String>,
     ) -> Result<u64> {
         debug_assert!(stored.len() as u64 <= max_stored(blob.size));
-        self.put_checked(key, stored, warnings, || self.object(key, blob).map(|_| ()))
+        self.put_checked(key, stored, warnings, || self.check_object(key, blob))
     }
 
     /// An existing locator stays only if it is the same: each frame of `locator` was verified or

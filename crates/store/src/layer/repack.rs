@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::LayerStore;
-use super::pack_writer::{PackWriter, WrittenPack};
+use super::pack_writer::{PackWriter, Written, WrittenPack, put_segment};
 use super::pipeline::{Frame, FrameChunk};
-use super::publish::{Places, build_locator, resolve};
+use super::publish::{build_locator, resolve};
 use super::read::{MAX_GAP, MAX_REQUEST};
-use super::writer::{LayerWriter, Place};
+use super::writer::LayerWriter;
 use crate::digest::Digest;
 use crate::error::{Result, StoreError};
 use crate::format::locator::{FrameLoc, Locator, PackLoc};
@@ -168,14 +168,15 @@ impl LayerStore {
                 id,
                 size,
                 table_offset,
-                table,
+                chunks: table.chunks.iter().map(|c| c.digest).collect(),
+                frames: Vec::new(), // an index does not name them
             });
             if chunks >= max_chunks {
-                self.put_index(&std::mem::take(&mut part))?;
+                put_segment(self.blobs().as_ref(), &std::mem::take(&mut part))?;
                 chunks = 0;
             }
         }
-        self.put_index(&part).map(|_| ())
+        put_segment(self.blobs().as_ref(), &part).map(|_| ())
     }
 
     /// Copies frames, verified, to new packs, and writes an index of those. A pack with a frame that
@@ -183,7 +184,7 @@ impl LayerStore {
     pub(crate) fn move_frames(&self, wanted: &FramesOfPacks) -> Result<Moved> {
         let mut moved = Moved::default();
         let mut order: Vec<FramePlace> = Vec::new();
-        let mut writer = PackWriter::new(&**self.blobs());
+        let mut writer = PackWriter::new(self);
         for (id, (size, offsets)) in wanted {
             let result = self.structure_of_pack(id, *size).and_then(|(_, table)| {
                 let chunks = chunks_by_frame(&table);
@@ -240,8 +241,7 @@ impl LayerStore {
                 Err(error) => return Err(error),
             }
         }
-        let packs = writer.finish()?;
-        self.put_index(&packs)?;
+        let Written { packs, .. } = writer.finish()?;
         let mut places = order.into_iter();
         for pack in &packs {
             moved.written += pack.size;
@@ -249,7 +249,7 @@ impl LayerStore {
                 id: pack.id,
                 size: pack.size,
             };
-            for frame in &pack.table.frames {
+            for frame in &pack.frames {
                 if let Some(old) = places.next()
                     && !moved.damaged.contains_key(&old.0)
                 {
@@ -307,9 +307,7 @@ impl LayerWriter {
     /// packs.
     pub(crate) fn relocate(mut self, manifest: &Manifest, map: &LayerMap) -> Result<Vec<String>> {
         for extent in map.extents() {
-            if self.known.contains_key(&extent.digest)
-                || self.find_stored(&extent.digest, extent.len)?
-            {
+            if self.held.contains(&extent.digest) || self.find_stored(&extent.digest, extent.len)? {
                 continue;
             }
             if let Some(damage) = self.index.damage_of(&extent.digest)? {
@@ -317,21 +315,10 @@ impl LayerWriter {
             }
         }
         let mut warnings = self.index.take_warnings();
-        let places = Places {
-            known: &self.known,
-            stored: &self.stored,
-            tickets: &self.tickets,
-            written: &[],
-        };
-        let places = resolve(&places, &manifest.reference(), map, None)?;
+        let places = resolve(&self.held, &manifest.reference(), map, None)?;
         let locator = build_locator(manifest.map.digest, map, places)?;
         self.store
             .put_locator(&manifest.map.digest, map, &locator, &mut warnings)?;
-        debug_assert!(
-            self.known
-                .values()
-                .all(|(p, _)| matches!(p, Place::Stored { .. }))
-        );
         Ok(warnings)
     }
 }

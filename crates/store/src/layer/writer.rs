@@ -1,12 +1,12 @@
 //! Writing a layer's chunks: hashed and deduplicated on the caller's thread, gathered into frames,
 //! compressed and written by the [`Pipeline`].
 
-use std::collections::HashMap;
 use std::io::{self, Read};
 use std::path::PathBuf;
 
 use super::LayerStore;
-use super::dedupe::{IndexSet, StoredChunk};
+use super::chunks::{Holdings, Place};
+use super::dedupe::IndexSet;
 use super::passed::StoredFrame;
 use super::pipeline::{FrameChunk, Pipeline, RawFrame};
 use super::publish::Sealed;
@@ -89,32 +89,22 @@ pub struct FileChunks {
     pub size: u64,
 }
 
-/// Where a chunk of the layer is.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Place {
-    /// In a frame of this writer: index into its tickets, and offset in the raw bytes.
-    New { ticket: usize, offset: u32 },
-    /// In the store: index into `stored`.
-    Stored { index: usize },
-}
-
 /// Writes one layer's chunks, then publishes it with [`LayerWriter::finish`]. Dropped without
 /// that, nothing of it is visible except packs that no index names.
 ///
 /// Memory: what the store's index needs (see [`crate::index`]; about 1.4 bytes a chunk with a
-/// cache), about 100 bytes per chunk of this layer, and a bounded number of frames.
+/// cache), about 54 bytes for each chunk of this layer, and a bounded number of frames.
 #[derive(Debug)]
 pub struct LayerWriter {
     pub(super) store: LayerStore,
     pub(super) options: WriterOptions,
     pub(super) index: IndexSet,
-    pub(super) known: HashMap<Digest, (Place, u32)>,
-    pub(super) stored: Vec<StoredChunk>,
+    pub(super) held: Holdings,
     /// A frame's number in the pipeline, by the ticket it got when it was begun.
     pub(super) tickets: Vec<Option<u64>>,
     pub(super) pipeline: Pipeline,
     pending: RawFrame,
-    pending_ticket: usize,
+    pending_ticket: u32,
     pub(super) stats: WriteStats,
     /// Of an earlier part of the same session.
     pub(super) warnings: Vec<String>,
@@ -152,13 +142,12 @@ impl LayerWriter {
             .verified_cache
             .as_deref()
             .map(|directory| Trust::load(directory, store.url(), options.verify_all));
-        let pipeline = Pipeline::new(store.blobs().clone(), options.level, jobs)?;
+        let pipeline = Pipeline::new(store.clone(), options.level, jobs)?;
         Ok(Self {
             store,
             options,
             index,
-            known: HashMap::new(),
-            stored: Vec::new(),
+            held: Holdings::default(),
             tickets: vec![None],
             pipeline,
             pending: RawFrame::default(),
@@ -172,14 +161,12 @@ impl LayerWriter {
     /// A writer that goes on after [`Sealed::reopen`]: all that it knows is in the store.
     pub(super) fn resume(sealed: Sealed) -> Result<Self> {
         let jobs = jobs_of(sealed.options.jobs)?;
-        let blobs = sealed.store.blobs().clone();
-        let pipeline = Pipeline::new(blobs, sealed.options.level, jobs)?;
+        let pipeline = Pipeline::new(sealed.store.clone(), sealed.options.level, jobs)?;
         Ok(Self {
             store: sealed.store,
             options: sealed.options,
             index: sealed.index,
-            known: sealed.known,
-            stored: sealed.stored,
+            held: sealed.held,
             tickets: vec![None],
             pipeline,
             pending: RawFrame::default(),
@@ -208,12 +195,12 @@ impl LayerWriter {
             })?;
         let digest = Digest::of(bytes);
         self.stats.raw_bytes += u64::from(len);
-        if self.known.contains_key(&digest) || self.find_stored(&digest, len)? {
+        if self.held.contains(&digest) || self.find_stored(&digest, len)? {
             self.stats.reused_chunks += 1;
             return Ok(digest);
         }
         let (ticket, offset) = if bytes.len() >= self.options.frame {
-            let ticket = self.ticket();
+            let ticket = self.ticket()?;
             let chunks = vec![FrameChunk {
                 digest,
                 offset: 0,
@@ -241,8 +228,7 @@ impl LayerWriter {
             }
             (ticket, offset)
         };
-        self.known
-            .insert(digest, (Place::New { ticket, offset }, len));
+        self.held.insert(digest, len, Place::New(ticket), offset)?;
         self.stats.new_chunks += 1;
         self.stats.new_raw_bytes += u64::from(len);
         Ok(digest)
@@ -254,8 +240,8 @@ impl LayerWriter {
     /// # Errors
     /// What went wrong in reading the store's packs.
     pub fn has_chunk(&mut self, digest: &Digest, len: u32) -> Result<bool> {
-        Ok(match self.known.get(digest) {
-            Some(&(_, known)) => known == len,
+        Ok(match self.held.get(digest) {
+            Some(known) => known.len == len,
             None => self.find_stored(digest, len)?,
         })
     }
@@ -302,13 +288,11 @@ impl LayerWriter {
             }
             return Ok(());
         }
-        let ticket = self.ticket();
+        let ticket = self.ticket()?;
         for chunk in missing {
-            let place = Place::New {
-                ticket,
-                offset: chunk.offset,
-            };
-            self.known.insert(chunk.digest, (place, chunk.len));
+            let place = Place::New(ticket);
+            self.held
+                .insert(chunk.digest, chunk.len, place, chunk.offset)?;
             self.stats.new_chunks += 1;
             self.stats.new_raw_bytes += u64::from(chunk.len);
             self.stats.raw_bytes += u64::from(chunk.len);
@@ -322,35 +306,31 @@ impl LayerWriter {
     pub(super) fn find_stored(&mut self, digest: &Digest, len: u32) -> Result<bool> {
         match self.index.locate(digest)? {
             Some(chunk) if chunk.len == len => {
-                self.known.insert(
-                    *digest,
-                    (
-                        Place::Stored {
-                            index: self.stored.len(),
-                        },
-                        len,
-                    ),
-                );
-                self.stored.push(chunk);
+                self.held.insert_stored(digest, &chunk)?;
                 Ok(true)
             }
             _ => Ok(false),
         }
     }
 
-    fn ticket(&mut self) -> usize {
+    fn ticket(&mut self) -> Result<u32> {
+        let ticket = u32::try_from(self.tickets.len()).map_err(|_| StoreError::InvalidInput {
+            object: "a layer".to_owned(),
+            what: "it has more than 2^32-1 frames".to_owned(),
+        })?;
         self.tickets.push(None);
-        self.tickets.len() - 1
+        Ok(ticket)
     }
 
-    fn submit(&mut self, frame: RawFrame, ticket: usize) -> Result<()> {
+    fn submit(&mut self, frame: RawFrame, ticket: u32) -> Result<()> {
         let number = self.pipeline.submit(frame)?;
         self.note(ticket, number);
         Ok(())
     }
 
-    fn note(&mut self, ticket: usize, number: u64) {
-        if let Some(slot) = self.tickets.get_mut(ticket) {
+    fn note(&mut self, ticket: u32, number: u64) {
+        let index = usize::try_from(ticket).unwrap_or(usize::MAX);
+        if let Some(slot) = self.tickets.get_mut(index) {
             *slot = Some(number);
         }
         self.stats.new_frames += 1;
@@ -361,9 +341,14 @@ impl LayerWriter {
         if self.pending.raw.is_empty() {
             return Ok(());
         }
-        let frame = std::mem::take(&mut self.pending);
+        let next = RawFrame {
+            // As much as it will have, or nearly: what is in it already was less than a frame.
+            raw: Vec::with_capacity(self.options.frame + self.options.frame / 2),
+            chunks: Vec::new(),
+        };
+        let frame = std::mem::replace(&mut self.pending, next);
         let ticket = self.pending_ticket;
-        self.pending_ticket = self.ticket();
+        self.pending_ticket = self.ticket()?;
         self.submit(frame, ticket)
     }
 
@@ -377,6 +362,26 @@ impl LayerWriter {
         let result = self.add_file_with(&mut buffer, reader, size_hint);
         self.buffer = buffer;
         result
+    }
+
+    /// As [`LayerWriter::add_file`] for a whole file in memory.
+    ///
+    /// # Errors
+    /// As [`LayerWriter::add_chunk`].
+    pub fn add_bytes(&mut self, bytes: &[u8]) -> Result<FileChunks> {
+        let params = self.options.chunker;
+        let mut file = FileChunks::default();
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            let len = match bytes.len() <= params.whole {
+                true => rest.len(),
+                false => cut(rest, &params),
+            };
+            let (piece, others) = rest.split_at_checked(len).unwrap_or((rest, &[]));
+            self.add_piece(&mut file, piece)?;
+            rest = others;
+        }
+        Ok(file)
     }
 
     fn add_file_with(

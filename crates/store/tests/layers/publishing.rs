@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use layerpack_store::{
-    BlobStore, Digest, Draft, Extent, FileStore, Key, LayerStore, MapBuilder, MemStore,
+    BlobStore, Digest, Draft, Extent, FileChunks, FileStore, Key, LayerStore, MapBuilder, MemStore,
     PublishOutcome, PutMode, StoreError, WriterOptions,
 };
 
 use crate::support::{
-    data_of, lay_out, memory, noise, publish, publish_with, read_all, reference, sample, text,
+    data_of, lay_out, memory, noise, options, publish, publish_with, read_all, reference, sample,
+    text,
 };
 
 #[test]
@@ -466,5 +467,39 @@ fn a_damaged_reference_does_not_hide_others() {
             .unwrap_err()
             .to_string()
             .contains("refs/base/b/_1")
+    );
+}
+
+/// A writer does not keep the digests of all its chunks for one index at its end: finished packs are
+/// indexed as soon as they have many.
+#[test]
+fn many_chunks_are_indexed_as_they_come() {
+    const CHUNKS: u32 = (128 << 10) + 100;
+    let (blobs, store) = memory();
+    let mut writer = store.writer(options()).unwrap();
+    let files: Vec<FileChunks> = (0..CHUNKS)
+        .map(|i| FileChunks {
+            chunks: vec![(writer.add_chunk(&i.to_le_bytes()).unwrap(), 4)],
+            size: 4,
+        })
+        .collect();
+    let map = lay_out(&files);
+    let draft = Draft::new(reference("base/many:1"), text(7, 3000), map);
+    let published = writer.finish(draft).unwrap();
+    assert_eq!(published.stats.new_chunks, u64::from(CHUNKS));
+    assert_eq!(published.stats.new_packs, 2);
+    assert_eq!(blobs.list("index/").unwrap().len(), 2);
+    let report = store.verify(&reference("base/many:1")).unwrap();
+    assert!(report.is_ok(), "{report:?}");
+    // Another layer of the same chunks writes no pack.
+    let mut writer = store.writer(options()).unwrap();
+    let draft = Draft::new(reference("base/again:1"), text(7, 3000), lay_out(&files));
+    for i in 0..CHUNKS {
+        writer.add_chunk(&i.to_le_bytes()).unwrap();
+    }
+    let published = writer.finish(draft).unwrap();
+    assert_eq!(
+        (published.stats.new_chunks, published.stats.new_packs),
+        (0, 0)
     );
 }
