@@ -17,6 +17,7 @@ mod check;
 mod error;
 mod format;
 mod import;
+mod node;
 mod reader;
 mod sparse;
 mod tree;
@@ -25,10 +26,11 @@ mod writer;
 pub use check::{MAX_PROBLEMS, Problem, check};
 pub use error::{Error, Result};
 pub use format::{BLOCK_BITS, BLOCK_SIZE, FileType, MAX_CHUNK_BITS};
+pub use node::{Node, NodeRef};
 pub use reader::{DataExtent, Device, DirEntry, Extents, Image, Inode, Place, ReadDir, Superblock};
 pub use sparse::{SparsePlan, plan_sparse};
 pub use tree::{
-    BlockIndex, FileData, FileLayout, MAX_NAME, Metadata, Node, NodeId, NodeKind, Rdev, Timestamp,
-    Tree, WalkEntry,
+    BlockIndex, FileData, FileLayout, MAX_NAME, Metadata, NodeId, NodeKind, Rdev, Timestamp, Tree,
+    WalkEntry,
 };
 pub use writer::{ImageInfo, WriteOptions, write_image};

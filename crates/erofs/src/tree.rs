@@ -1,8 +1,8 @@
 //! The tree of a filesystem in memory, from which images are written.
 //!
-//! One arena: inodes, directory entries and name bytes each lie in one vector, and one hash
-//! table over (parent, name) serves every look-up, so a million entries cost about 170 bytes
-//! each however deep they lie, and no code recurses. Entries of a directory form a linked list
+//! One arena: inodes ([`crate::node`]), directory entries and name bytes each lie in one vector,
+//! and one hash table over (parent, name) serves every look-up, so a million plain files cost about
+//! 60 bytes each and their names, however deep they lie, and no code recurses. Entries of a directory form a linked list
 //! in insertion order; whatever walks them sorts by name bytes first, so nothing observable
 //! depends on the order of insertion.
 
@@ -13,11 +13,12 @@ use std::num::NonZeroU32;
 use hashbrown::HashTable;
 
 use crate::error::{Error, Result};
+use crate::node::{Node, NodeRef, Nodes};
 
 /// Longest name of a directory entry, in bytes.
 pub const MAX_NAME: usize = 255;
 
-const NIL: u32 = u32::MAX;
+pub(crate) const NIL: u32 = u32::MAX;
 
 /// Index of a 4 KiB block on device 1 (the data file). Not a byte offset.
 ///
@@ -157,26 +158,6 @@ impl NodeId {
     }
 }
 
-/// One inode.
-#[derive(Clone, Debug)]
-pub struct Node {
-    /// Mode, owner, time, xattrs.
-    pub metadata: Metadata,
-    /// Type and content. May be replaced, but not from or to a directory: the writer refuses
-    /// a tree where that was done.
-    pub kind: NodeKind,
-    links: u32,
-    first: u32, // head of the list of entries, for a directory
-}
-
-impl Node {
-    /// Number of links as `stat` shows it: names of a file, 2 + subdirectories of a directory.
-    /// 0 after the last name was removed.
-    pub fn nlink(&self) -> u32 {
-        self.links
-    }
-}
-
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entry {
     parent: u32,
@@ -190,7 +171,7 @@ pub(crate) struct Entry {
 /// A filesystem tree: a root directory and what is below it.
 #[derive(Clone, Debug)]
 pub struct Tree {
-    nodes: Vec<Node>,
+    nodes: Nodes,
     entries: Vec<Entry>,
     free_entries: Vec<u32>,
     names: Vec<u8>,
@@ -219,12 +200,7 @@ impl Tree {
     /// A tree with nothing but its root directory.
     pub fn new(root: Metadata) -> Self {
         Self {
-            nodes: vec![Node {
-                metadata: root,
-                kind: NodeKind::Directory,
-                links: 2,
-                first: NIL,
-            }],
+            nodes: Nodes::new(Node::new(root, NodeKind::Directory)),
             entries: Vec::new(),
             free_entries: Vec::new(),
             names: Vec::new(),
@@ -253,16 +229,49 @@ impl Tree {
     ///
     /// # Panics
     /// If `id` is of a larger tree.
-    pub fn node(&self, id: NodeId) -> &Node {
-        &self.nodes[id.index()]
+    pub fn node(&self, id: NodeId) -> NodeRef<'_> {
+        self.nodes.get(id.index())
     }
 
-    /// The inode `id`, to change its metadata or content.
+    /// The extended attributes of the inode `id`.
+    ///
+    /// # Panics
+    /// If `id` is of a larger tree.
+    pub fn xattrs(&self, id: NodeId) -> &BTreeMap<Vec<u8>, Vec<u8>> {
+        self.nodes.xattrs(id.index())
+    }
+
+    /// Whether the inode `id` is a directory.
+    ///
+    /// # Panics
+    /// If `id` is of a larger tree.
+    pub fn is_dir(&self, id: NodeId) -> bool {
+        self.nodes.is_dir(id.index())
+    }
+
+    /// The inode `id`, to change its metadata or content. It takes more memory from then on; see
+    /// [`Tree::set_data`] and [`Tree::set_mtime`].
     ///
     /// # Panics
     /// If `id` is of a larger tree.
     pub fn node_mut(&mut self, id: NodeId) -> &mut Node {
-        &mut self.nodes[id.index()]
+        self.nodes.get_mut(id.index())
+    }
+
+    /// Gives a regular file its content. Does nothing to anything else.
+    ///
+    /// # Panics
+    /// If `id` is of a larger tree.
+    pub fn set_data(&mut self, id: NodeId, data: FileData) {
+        self.nodes.set_data(id.index(), data);
+    }
+
+    /// Changes an inode's modification time.
+    ///
+    /// # Panics
+    /// If `id` is of a larger tree.
+    pub fn set_mtime(&mut self, id: NodeId, mtime: Timestamp) {
+        self.nodes.set_mtime(id.index(), mtime);
     }
 
     /// Adds an inode under a new name.
@@ -288,16 +297,10 @@ impl Tree {
         };
         let is_dir = kind.is_dir();
         self.add_entry(parent, name, id)?;
-        let links = if is_dir { 2 } else { 1 };
-        self.nodes.push(Node {
-            metadata,
-            kind,
-            links,
-            first: NIL,
-        });
+        self.nodes.push(Node::new(metadata, kind));
         self.live += 1;
         if is_dir {
-            let up = &mut self.nodes[parent.index()].links;
+            let up = &mut self.nodes.get_mut(parent.index()).links;
             *up = up.saturating_add(1);
         }
         Ok(id)
@@ -309,7 +312,7 @@ impl Tree {
     /// As [`Tree::insert`]; [`Error::DirectoryLink`] for a directory;
     /// [`Error::NotFound`] if the target has been removed.
     pub fn link(&mut self, parent: NodeId, name: &[u8], target: NodeId) -> Result<()> {
-        let node = &self.nodes[target.index()];
+        let node = self.node(target);
         if node.kind.is_dir() {
             return Err(Error::DirectoryLink {
                 name: name.to_vec(),
@@ -325,7 +328,7 @@ impl Tree {
             limit: u64::from(u32::MAX),
         })?;
         self.add_entry(parent, name, target)?;
-        self.nodes[target.index()].links = links;
+        self.nodes.get_mut(target.index()).links = links;
         Ok(())
     }
 
@@ -341,13 +344,13 @@ impl Tree {
         while let Some(index) = doomed.pop() {
             let entry = self.entries[index as usize];
             let node = NodeId(entry.node);
-            if self.nodes[node.index()].kind.is_dir() {
-                let mut child = self.nodes[node.index()].first;
+            if self.is_dir(node) {
+                let mut child = self.nodes.first(node.index());
                 while child != NIL {
                     doomed.push(child);
                     child = self.entries[child as usize].next;
                 }
-                let up = &mut self.nodes[entry.parent as usize].links;
+                let up = &mut self.nodes.get_mut(entry.parent as usize).links;
                 *up = up.saturating_sub(1);
             }
             self.drop_entry(index);
@@ -377,7 +380,7 @@ impl Tree {
 
     /// Whether a directory has no entries.
     pub fn is_childless(&self, id: NodeId) -> bool {
-        self.nodes[id.index()].first == NIL
+        self.nodes.first(id.index()) == NIL
     }
 
     /// The inode at a path of names joined by `/`. Empty components and `.` are skipped, `..`
@@ -430,7 +433,7 @@ impl Tree {
     /// Appends the numbers of a directory's entries to `out`, sorted by name.
     pub(crate) fn sorted_entries(&self, id: NodeId, out: &mut Vec<u32>) {
         let start = out.len();
-        let mut index = self.nodes[id.index()].first;
+        let mut index = self.nodes.first(id.index());
         while index != NIL {
             out.push(index);
             index = self.entries[index as usize].next;
@@ -477,12 +480,12 @@ impl Tree {
 
     fn add_entry(&mut self, parent: NodeId, name: &[u8], node: NodeId) -> Result<()> {
         let len = check_name(name)?;
-        if !self.nodes[parent.index()].kind.is_dir() {
+        if !self.is_dir(parent) {
             return Err(Error::NotADirectory {
                 name: name.to_vec(),
             });
         }
-        if parent != NodeId::ROOT && self.nodes[parent.index()].links == 0 {
+        if parent != NodeId::ROOT && self.node(parent).links == 0 {
             return Err(Error::NotFound {
                 name: name.to_vec(),
             });
@@ -496,7 +499,7 @@ impl Tree {
             what: "bytes of names",
             limit: 1 << 32,
         })?;
-        let head = self.nodes[parent.index()].first;
+        let head = self.nodes.first(parent.index());
         let entry = Entry {
             parent: parent.0,
             node: node.0,
@@ -526,7 +529,7 @@ impl Tree {
         if head != NIL {
             self.entries[head as usize].prev = index;
         }
-        self.nodes[parent.index()].first = index;
+        self.nodes.get_mut(parent.index()).first = index;
         let hash = self.hasher.hash_one((parent.0, name));
         let (entries, names, hasher) = (&self.entries, &self.names, &self.hasher);
         self.table.insert_unique(hash, index, |index| {
@@ -544,7 +547,7 @@ impl Tree {
             found.remove();
         }
         match entry.prev {
-            NIL => self.nodes[entry.parent as usize].first = entry.next,
+            NIL => self.nodes.get_mut(entry.parent as usize).first = entry.next,
             prev => self.entries[prev as usize].next = entry.next,
         }
         if entry.next != NIL {
@@ -554,7 +557,7 @@ impl Tree {
     }
 
     fn drop_link(&mut self, id: NodeId) {
-        let node = &mut self.nodes[id.index()];
+        let node = self.nodes.get_mut(id.index());
         node.links = if node.kind.is_dir() {
             0
         } else {

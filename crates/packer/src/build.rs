@@ -46,7 +46,7 @@ pub fn build(
     });
     let made = refreshed.and_then(|refreshed| {
         indexes = refreshed;
-        let mut finished = layout::finish(layer, options.reference.clone())?;
+        let mut finished = layout::finish(layer, options.reference.clone(), options.level)?;
         let draft = &mut finished.draft;
         draft.platform.clone_from(&options.platform);
         draft.parents.clone_from(&options.parents);

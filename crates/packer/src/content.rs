@@ -7,6 +7,8 @@
 //! chunked like a file of its own.
 
 use std::io::{self, Read};
+use std::ops::Deref;
+use std::sync::Arc;
 
 use layerpack_store::{Digest, Hasher, LayerWriter, StoreError};
 
@@ -36,7 +38,53 @@ pub(crate) struct Content {
     /// The file's size in bytes.
     pub size: u64,
     /// Its chunks in order.
-    pub pieces: Box<[Piece]>,
+    pub pieces: Pieces,
+}
+
+/// Chunks in order. Cheap to clone.
+#[derive(Debug, Clone)]
+pub(crate) enum Pieces {
+    /// A single one.
+    One(Piece),
+    /// None, or several.
+    Many(Arc<[Piece]>),
+}
+
+impl Deref for Pieces {
+    type Target = [Piece];
+
+    fn deref(&self) -> &[Piece] {
+        match self {
+            Self::One(piece) => std::slice::from_ref(piece),
+            Self::Many(pieces) => pieces,
+        }
+    }
+}
+
+impl From<Vec<Piece>> for Pieces {
+    fn from(pieces: Vec<Piece>) -> Self {
+        match *pieces {
+            [piece] => Self::One(piece),
+            _ => Self::Many(pieces.into()),
+        }
+    }
+}
+
+impl PartialEq for Pieces {
+    fn eq(&self, other: &Self) -> bool {
+        **self == **other
+    }
+}
+
+impl Eq for Pieces {}
+
+impl<'a> IntoIterator for &'a Pieces {
+    type Item = &'a Piece;
+    type IntoIter = std::slice::Iter<'a, Piece>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.iter()
+    }
 }
 
 impl Content {
@@ -118,7 +166,7 @@ pub(crate) fn store(
     }
     Ok(Content {
         size: segments.position,
-        pieces: pieces.into_boxed_slice(),
+        pieces: pieces.into(),
     })
 }
 
@@ -128,22 +176,70 @@ pub(crate) fn store_small(writer: &mut LayerWriter, bytes: &[u8]) -> Result<Cont
     if size == 0 {
         return Ok(Content {
             size,
-            pieces: Box::default(),
+            pieces: Vec::new().into(),
         });
     }
     if size >= HOLE {
-        return store(writer, &mut &*bytes, size);
+        return store_whole(writer, bytes);
     }
     let len = u32::try_from(size).unwrap_or(u32::MAX);
     let digest = writer.add_chunk(bytes)?;
     Ok(Content {
         size,
-        pieces: Box::new([Piece {
+        pieces: Pieces::One(Piece {
             offset: 0,
             len,
             digest,
-        }]),
+        }),
     })
+}
+
+/// A file in memory that is large enough for holes.
+fn store_whole(writer: &mut LayerWriter, bytes: &[u8]) -> Result<Content> {
+    let mut pieces = Vec::new();
+    for (start, segment) in data_of(bytes) {
+        let mut offset = start;
+        for (digest, len) in writer.add_bytes(segment)?.chunks {
+            pieces.push(Piece {
+                offset,
+                len,
+                digest,
+            });
+            offset += u64::from(len);
+        }
+    }
+    Ok(Content {
+        size: bytes.len() as u64,
+        pieces: pieces.into(),
+    })
+}
+
+/// What lies between the holes of a file, with where it begins.
+fn data_of(bytes: &[u8]) -> Vec<(u64, &[u8])> {
+    let mut found = Vec::new();
+    // The segment and the run of zeros at hand.
+    let (mut segment, mut zeros) = (0, 0);
+    let mut close = |segment: usize, end: usize| {
+        if let Some(data) = bytes.get(segment..end).filter(|data| !data.is_empty()) {
+            found.push((segment as u64, data));
+        }
+    };
+    for (at, block) in (0..).step_by(BLOCK).zip(bytes.chunks(BLOCK)) {
+        if is_zero(block) {
+            continue;
+        }
+        if (at - zeros) as u64 >= HOLE {
+            close(segment, zeros);
+            segment = at;
+        }
+        zeros = at + block.len();
+    }
+    if (bytes.len() - zeros) as u64 >= HOLE {
+        close(segment, zeros);
+    } else {
+        close(segment, bytes.len());
+    }
+    found
 }
 
 /// The error that a source put into an I/O error on its way through the writer.
@@ -465,6 +561,44 @@ mod tests {
             let (found, size) = segments(parts);
             assert_eq!(size, file.len() as u64);
             assert_eq!(found, model(&file), "round {round}");
+        }
+    }
+
+    #[test]
+    fn a_file_in_memory_has_the_same_holes() {
+        let hole = usize::try_from(HOLE).unwrap();
+        let mut cases: Vec<Vec<(usize, u8)>> = vec![vec![], vec![(hole, 0)], vec![(9 * hole, 0)]];
+        for zeros in [
+            hole - BLOCK,
+            hole - 1,
+            hole,
+            hole + 1,
+            hole + BLOCK,
+            3 * hole,
+        ] {
+            for head in [0, 1, BLOCK, BLOCK + 1, hole] {
+                for tail in [0, 1, BLOCK, 5 * BLOCK + 7] {
+                    cases.push(vec![(head, 1), (zeros, 0), (tail, 2)]);
+                    cases.push(vec![
+                        (head, 1),
+                        (zeros, 0),
+                        (tail, 2),
+                        (zeros, 0),
+                        (head, 3),
+                    ]);
+                }
+            }
+        }
+        for case in cases {
+            let mut file = Vec::new();
+            for (len, byte) in &case {
+                file.resize(file.len() + len, *byte);
+            }
+            let found: Vec<_> = data_of(&file)
+                .into_iter()
+                .map(|(start, data)| (start, data.to_vec()))
+                .collect();
+            assert_eq!(found, model(&file), "{case:?}");
         }
     }
 

@@ -4,22 +4,23 @@
 //! of a layer are one range, then all others; each group in directory order: the files of a
 //! directory by name, then its directories by name. Equal contents share an address.
 
-use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 
+use hashbrown::HashTable;
 use layerpack_erofs::{
     BLOCK_SIZE, BlockIndex, FileData, FileLayout, NodeId, NodeKind, WriteOptions, plan_sparse,
     write_image,
 };
 use layerpack_store::chunker::Params;
 use layerpack_store::{
-    Counts, Digest, Draft, Extent, Hasher, LayerMap, MapBuilder, Reference, StoreError,
+    Blob, Counts, Digest, Draft, Extent, Hasher, LayerMap, MapBuilder, MetaWriter, Reference,
+    StoreError, map_blob,
 };
 
-use crate::content::{Content, Piece};
+use crate::content::Content;
 use crate::error::{PackError, Result};
-use crate::model::Layer;
+use crate::model::{Contents, Held, Layer};
 use crate::options::EntryCounts;
 
 /// Version of everything that decides a layer's bytes besides the formats: what is a hole, the
@@ -39,25 +40,20 @@ pub(crate) struct Finished {
 }
 
 /// Gives all contents their addresses.
-fn place_files(layer: &mut Layer, contents: Contents) -> Result<(Addresses, EntryCounts)> {
+fn place_files(layer: &mut Layer) -> Result<(Addresses, EntryCounts)> {
     let (files, counts) = survey(layer);
     layer.mark_whiteouts();
     let mut addresses = Addresses::default();
-    let (small, large): (Vec<_>, Vec<_>) = files.into_iter().partition(|id| {
-        layer
-            .content(*id)
-            .is_some_and(|content| content.size <= BLOCK_SIZE)
-    });
-    for id in small.into_iter().chain(large) {
-        let Some(content) = layer.content(id) else {
-            continue;
-        };
-        let layout = addresses.place(content)?;
-        let size = content.size;
-        if contents == Contents::Drop {
-            layer.drop_content(id); // the extents say the same
+    for small in [true, false] {
+        for id in &files {
+            let size = layer.size(*id);
+            if (size <= BLOCK_SIZE) != small {
+                continue;
+            }
+            if let Some(layout) = addresses.place(layer.contents(), *id)? {
+                layer.tree.set_data(*id, FileData { size, layout });
+            }
         }
-        layer.tree.node_mut(id).kind = NodeKind::File(FileData { size, layout });
     }
     Ok((addresses, counts))
 }
@@ -76,7 +72,8 @@ pub(crate) struct Standalone {
 
 /// Lays out `layer` as one image for use without us.
 pub(crate) fn standalone(mut layer: Layer) -> Result<Standalone> {
-    let (addresses, counts) = place_files(&mut layer, Contents::Drop)?;
+    let (addresses, counts) = place_files(&mut layer)?;
+    let extents: Vec<Extent> = addresses.extents(layer.contents()).collect();
     let mut options = WriteOptions {
         data_blocks: addresses.next,
         data_follows: true,
@@ -88,7 +85,7 @@ pub(crate) fn standalone(mut layer: Layer) -> Result<Standalone> {
     // The identity is one of the contents too.
     let mut hasher = Hasher::new();
     hasher.update(&info.uuid);
-    for extent in &addresses.extents {
+    for extent in &extents {
         hasher.update(&extent.data_offset.to_le_bytes());
         hasher.update(extent.digest.as_bytes());
     }
@@ -106,17 +103,31 @@ pub(crate) fn standalone(mut layer: Layer) -> Result<Standalone> {
     Ok(Standalone {
         meta,
         data_bytes: addresses.next * BLOCK_SIZE,
-        extents: addresses.extents,
+        extents,
         counts,
     })
 }
 
-/// Lays out `layer`. Its whiteouts must be settled.
-pub(crate) fn finish(mut layer: Layer, reference: Reference) -> Result<Finished> {
-    let mut meta = Vec::new();
-    let (meta_bytes, map, counts) = arrange(&mut layer, Contents::Drop, &mut meta)?;
-    drop(layer);
-    let mut draft = Draft::new(reference, meta, map);
+/// Lays out `layer`, its metadata compressed at a zstd level. Its whiteouts must be settled.
+pub(crate) fn finish(mut layer: Layer, reference: Reference, level: i32) -> Result<Finished> {
+    let mut meta = MetaWriter::new(level);
+    let Arranged {
+        meta_bytes,
+        map: blob,
+        addresses,
+        implicit,
+        counts,
+    } = arrange(&mut layer, &mut meta)?;
+    // The extents are made when the tree is gone: both are large.
+    let contents = layer.into_contents();
+    let map = addresses.map(contents, &implicit)?;
+    if map.blob() != blob {
+        return Err(PackError::Unsupported {
+            path: "the source".to_owned(),
+            why: "two passes over its contents disagree; this is a fault of layerpack".to_owned(),
+        });
+    }
+    let mut draft = Draft::new(reference, meta.finish()?, map);
     draft.counts = Counts {
         files: counts.files,
         directories: counts.directories,
@@ -139,37 +150,48 @@ pub(crate) fn finish(mut layer: Layer, reference: Reference) -> Result<Finished>
 /// changes, and neither their sizes nor their holes do.
 pub(crate) fn image(layer: &mut Layer) -> Result<Vec<u8>> {
     let mut meta = Vec::new();
-    arrange(layer, Contents::Keep, &mut meta)?;
+    arrange(layer, &mut meta)?;
     Ok(meta)
 }
 
-/// Whether a layer's contents are needed after they have their addresses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Contents {
-    Keep,
-    Drop,
+/// A layer whose metadata image is written.
+struct Arranged {
+    meta_bytes: u64,
+    /// Digest and size of the map, whose digest is in the image.
+    map: Blob,
+    addresses: Addresses,
+    /// Paths of implicit directories, sorted.
+    implicit: Vec<Vec<u8>>,
+    counts: EntryCounts,
 }
 
-/// Gives all contents their addresses; writes the metadata image, whose size comes back, and makes
-/// the map.
-fn arrange(
-    layer: &mut Layer,
-    contents: Contents,
-    meta: &mut dyn io::Write,
-) -> Result<(u64, LayerMap, EntryCounts)> {
-    let (addresses, counts) = place_files(layer, contents)?;
-    let data_blocks = addresses.next;
-    let map = addresses.map(layer.implicit_paths())?;
-    let map_digest = map.blob().digest;
+/// Gives all contents their addresses and writes the metadata image.
+fn arrange(layer: &mut Layer, meta: &mut dyn io::Write) -> Result<Arranged> {
+    let (mut addresses, counts) = place_files(layer)?;
+    addresses.forget();
+    let mut implicit = layer.implicit_paths();
+    implicit.sort_unstable();
+    let map = map_blob(
+        addresses.next * BLOCK_SIZE,
+        addresses.count(),
+        || addresses.extents(layer.contents()),
+        &implicit,
+    );
     let options = WriteOptions {
-        data_blocks,
-        device_tag: device_tag(&map_digest),
+        data_blocks: addresses.next,
+        device_tag: device_tag(&map.digest),
         volume_name: VOLUME,
         // Neither name nor clock: the tree's own.
         ..WriteOptions::default()
     };
     let info = write_image(&layer.tree, &options, meta)?;
-    Ok((info.bytes, map, counts))
+    Ok(Arranged {
+        meta_bytes: info.bytes,
+        map,
+        addresses,
+        implicit,
+        counts,
+    })
 }
 
 /// All files that have bytes, in directory order, and what there is.
@@ -190,11 +212,10 @@ fn survey(layer: &Layer) -> (Vec<NodeId>, EntryCounts) {
                 NodeKind::Directory => below.push(id),
                 NodeKind::File(_) => {
                     counts.files += 1;
-                    if first && let Some(content) = layer.content(id) {
-                        counts.bytes += content.size;
-                        if content.size > 0 {
-                            files.push(id);
-                        }
+                    let size = layer.size(id);
+                    if first && size > 0 {
+                        counts.bytes += size;
+                        files.push(id);
                     }
                 }
                 NodeKind::Symlink(_) => counts.symlinks += 1,
@@ -217,20 +238,27 @@ fn survey(layer: &Layer) -> (Vec<NodeId>, EntryCounts) {
 struct Addresses {
     /// First block that is free.
     next: u64,
-    /// Files of one chunk without holes, most of all files: by that chunk's digest.
-    whole: HashMap<Digest, BlockIndex>,
-    /// All others, by [`Content::identity`].
+    /// Files of one chunk without holes, most of all files: where they begin, and the numbers of
+    /// their contents. Rising.
+    placed: Vec<(BlockIndex, u32)>,
+    /// Indexes into `placed` by the digests of the chunks.
+    whole: HashTable<u32>,
+    /// The layouts of all others, by [`Content::identity`].
     known: HashMap<Digest, FileLayout>,
+    /// The extents of all others, rising.
     extents: Vec<Extent>,
 }
 
 impl Addresses {
-    fn place(&mut self, content: &Content) -> Result<FileLayout> {
-        if let [piece] = &*content.pieces
-            && content.is_dense()
-        {
-            return self.place_whole(piece);
-        }
+    fn place(&mut self, contents: &Contents, id: NodeId) -> Result<Option<FileLayout>> {
+        Ok(match contents.held(id) {
+            None => None,
+            Some(Held::Whole(number)) => self.place_whole(contents, number)?,
+            Some(Held::Other(content)) => Some(self.place_other(content)?),
+        })
+    }
+
+    fn place_other(&mut self, content: &Content) -> Result<FileLayout> {
         let identity = content.identity();
         if let Some(layout) = self.known.get(&identity) {
             return Ok(layout.clone());
@@ -271,37 +299,74 @@ impl Addresses {
         Ok(layout)
     }
 
-    fn place_whole(&mut self, piece: &Piece) -> Result<FileLayout> {
-        let start = BlockIndex::new(self.next).ok_or_else(full)?;
-        match self.whole.entry(piece.digest) {
-            Entry::Occupied(there) => {
-                return Ok(FileLayout::Contiguous {
-                    start: *there.get(),
-                });
-            }
-            Entry::Vacant(free) => free.insert(start),
+    fn place_whole(&mut self, contents: &Contents, number: u32) -> Result<Option<FileLayout>> {
+        let Some((digest, len)) = contents.whole(number) else {
+            return Ok(None); // the number is of these contents
         };
-        self.extents.push(Extent {
-            data_offset: start.byte_offset(),
-            len: piece.len,
-            digest: piece.digest,
+        let start = BlockIndex::new(self.next).ok_or_else(full)?;
+        let placed = &self.placed;
+        let at = |index: &u32| placed.get(usize::try_from(*index).unwrap_or(usize::MAX));
+        let digest_at = |index: &u32| Some(contents.whole(at(index)?.1)?.0);
+        let same = |index: &u32| digest_at(index) == Some(digest);
+        if let Some((start, _)) = self.whole.find(hash(&digest), same).and_then(at) {
+            return Ok(Some(FileLayout::Contiguous { start: *start }));
+        }
+        let index = u32::try_from(placed.len()).map_err(|_| full())?;
+        self.whole.insert_unique(hash(&digest), index, |index| {
+            digest_at(index).map_or(0, |digest| hash(&digest))
         });
-        let blocks = u64::from(piece.len).div_ceil(BLOCK_SIZE);
+        self.placed.push((start, number));
+        let blocks = u64::from(len).div_ceil(BLOCK_SIZE);
         BlockIndex::new(self.next + blocks - 1).ok_or_else(full)?;
         self.next += blocks;
-        Ok(FileLayout::Contiguous { start })
+        Ok(Some(FileLayout::Contiguous { start }))
     }
 
-    fn map(self, implicit: Vec<Vec<u8>>) -> Result<LayerMap> {
-        let mut map = MapBuilder::new(self.next * BLOCK_SIZE);
-        for extent in self.extents {
-            map.push(extent);
-        }
+    /// Forgets what only finds equal contents.
+    fn forget(&mut self) {
+        self.whole = HashTable::new();
+        self.known = HashMap::new();
+    }
+
+    /// Number of extents.
+    fn count(&self) -> usize {
+        self.placed.len() + self.extents.len()
+    }
+
+    /// The extents, rising.
+    fn extents<'a>(&'a self, contents: &'a Contents) -> impl Iterator<Item = Extent> + 'a {
+        let whole = self.placed.iter().filter_map(move |(start, number)| {
+            let (digest, len) = contents.whole(*number)?;
+            Some(Extent {
+                data_offset: start.byte_offset(),
+                len,
+                digest,
+            })
+        });
+        let (mut whole, mut others) = (whole.peekable(), self.extents.iter().copied().peekable());
+        std::iter::from_fn(move || match (whole.peek(), others.peek()) {
+            (Some(one), Some(other)) if one.data_offset < other.data_offset => whole.next(),
+            (Some(_), None) => whole.next(),
+            _ => others.next(),
+        })
+    }
+
+    fn map(self, contents: Contents, implicit: &[Vec<u8>]) -> Result<LayerMap> {
+        let mut extents = Vec::with_capacity(self.count());
+        extents.extend(self.extents(&contents));
+        drop(contents);
+        let mut map = MapBuilder::with_extents(self.next * BLOCK_SIZE, extents);
         for path in implicit {
-            map.implicit(&path);
+            map.implicit(path);
         }
         map.build().map_err(|error| StoreError::from(error).into())
     }
+}
+
+/// Digests are uniform: any of their bytes make a hash.
+fn hash(digest: &Digest) -> u64 {
+    let [a, b, c, d, e, f, g, h, ..] = *digest.as_bytes();
+    u64::from_le_bytes([a, b, c, d, e, f, g, h])
 }
 
 fn full() -> PackError {

@@ -14,7 +14,10 @@ use crate::error::{PackError, Result};
 use crate::path::{Component, components, join};
 use crate::warnings::Warnings;
 
+pub(crate) use contents::{Contents, Held};
+
 mod below;
+mod contents;
 mod difference;
 mod ghosts;
 mod prune;
@@ -28,8 +31,8 @@ const MAX_FOLLOWED: usize = 255;
 pub(crate) struct Layer {
     /// The tree so far.
     pub tree: Tree,
-    /// Contents of files by [`NodeId::index`].
-    contents: Vec<Option<Content>>,
+    /// Contents of files.
+    contents: Contents,
     /// Directories that no entry defined.
     implicit: HashSet<NodeId>,
     /// Names that the layers below lose.
@@ -78,7 +81,7 @@ impl Layer {
     pub(crate) fn new(bottom: bool) -> Self {
         Self {
             tree: Tree::new(implicit_metadata()),
-            contents: Vec::new(),
+            contents: Contents::default(),
             implicit: HashSet::from([NodeId::ROOT]),
             whiteouts: BTreeSet::new(),
             opaque: BTreeSet::new(),
@@ -130,10 +133,10 @@ impl Layer {
             let own = self.tree.child(here, &name);
             // Through a symbolic link of the layers below as through one of its own.
             let kind = match own {
-                Some(child) => Some(&self.tree.node(child).kind),
+                Some(child) => Some(self.tree.node(child).kind.clone()),
                 None => self
                     .beneath(here, &name)
-                    .map(|(id, below)| &below.tree.node(id).kind)
+                    .map(|(id, below)| below.tree.node(id).kind.clone())
                     .filter(|kind| matches!(kind, NodeKind::Symlink(_))),
             };
             match kind {
@@ -153,7 +156,7 @@ impl Layer {
                             "its path leads through a loop of symbolic links",
                         ));
                     }
-                    todo.extend(Component::parse(target).into_iter().rev());
+                    todo.extend(Component::parse(&target).into_iter().rev());
                 }
                 _ => {
                     let why = format!("{} on its way is not a directory", crate::show(&name));
@@ -261,25 +264,28 @@ impl Layer {
     }
 
     /// Gives a file its content.
-    pub(crate) fn set_content(&mut self, id: NodeId, content: Content) {
-        if self.contents.len() <= id.index() {
-            self.contents.resize(id.index() + 1, None);
-        }
-        if let Some(slot) = self.contents.get_mut(id.index()) {
-            *slot = Some(content);
-        }
+    pub(crate) fn set_content(&mut self, id: NodeId, content: Content) -> Result<()> {
+        self.contents.set(id, content)
     }
 
-    /// Forgets a file's content.
-    pub(crate) fn drop_content(&mut self, id: NodeId) {
-        if let Some(slot) = self.contents.get_mut(id.index()) {
-            *slot = None;
-        }
+    /// The contents of all files.
+    pub(crate) fn contents(&self) -> &Contents {
+        &self.contents
+    }
+
+    /// Nothing but the contents of all files.
+    pub(crate) fn into_contents(self) -> Contents {
+        self.contents
     }
 
     /// A file's content.
-    pub(crate) fn content(&self, id: NodeId) -> Option<&Content> {
-        self.contents.get(id.index()).and_then(Option::as_ref)
+    pub(crate) fn content(&self, id: NodeId) -> Option<Content> {
+        self.contents.get(id)
+    }
+
+    /// Size of a file's content in bytes; 0 for anything without one.
+    pub(crate) fn size(&self, id: NodeId) -> u64 {
+        self.contents.size(id)
     }
 
     /// Turns whiteouts and opaque marks into nodes and attributes. Afterwards the tree is what the
@@ -400,11 +406,12 @@ impl Layer {
     pub(crate) fn clamp_times(&mut self, epoch: i64) {
         let mut todo = vec![NodeId::ROOT];
         while let Some(id) = todo.pop() {
-            let mtime = &mut self.tree.node_mut(id).metadata.mtime;
-            *mtime = (*mtime).min(Timestamp {
+            let mtime = self.tree.node(id).metadata.mtime;
+            let epoch = Timestamp {
                 sec: epoch,
                 nsec: 0,
-            });
+            };
+            self.tree.set_mtime(id, mtime.min(epoch));
             todo.extend(self.tree.children(id).map(|(_, child)| child));
         }
     }

@@ -49,7 +49,7 @@ pub fn pack_diff(
         progress.phase("publish");
         layer.settle()?;
         warnings.absorb(std::mem::take(&mut layer.warnings));
-        let mut finished = layout::finish(layer, options.reference.clone())?;
+        let mut finished = layout::finish(layer, options.reference.clone(), options.level)?;
         let draft = &mut finished.draft;
         draft.platform.clone_from(&options.platform);
         draft.parents.clone_from(&options.stack);

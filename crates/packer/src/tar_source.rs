@@ -299,8 +299,7 @@ impl TarSource<'_> {
         };
         let git = self.git.as_deref_mut();
         let content = git::store(git, self.writer, name, &mut bytes, size)?;
-        self.layer.set_content(id, content);
-        Ok(())
+        self.layer.set_content(id, content)
     }
 
     /// Stores what was kept back.
@@ -309,7 +308,7 @@ impl TarSource<'_> {
         for (id, bytes, name) in self.kept_back.drain(..) {
             let git = self.git.as_deref_mut();
             let content = git::store_small(git, self.writer, &name, &bytes)?;
-            self.layer.set_content(id, content);
+            self.layer.set_content(id, content)?;
         }
         Ok(())
     }

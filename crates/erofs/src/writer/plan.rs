@@ -4,8 +4,9 @@ use crate::error::{Error, Result};
 use crate::format::{
     BLOCK, RawCompact, RawDevice, RawExtended, RawSuperblock, SLOT, SUPERBLOCK_OFFSET,
 };
+use crate::node::Node;
 use crate::sparse::chunk_bits_for;
-use crate::tree::{FileData, FileLayout, Metadata, Node, NodeId, NodeKind, Rdev, Timestamp, Tree};
+use crate::tree::{FileData, FileLayout, Metadata, NodeId, NodeKind, Rdev, Timestamp, Tree};
 use crate::writer::WriteOptions;
 use crate::writer::directory::{Packed, pack};
 use crate::writer::xattrs::Shared;
@@ -91,7 +92,7 @@ impl<'t> Plan<'t> {
         };
         plan.number_inodes()?;
         for id in &plan.order {
-            check_node(tree.node(*id), options).map_err(|reason| plan.refuse(*id, reason))?;
+            check_node(&tree.node(*id), options).map_err(|reason| plan.refuse(*id, reason))?;
         }
         plan.epoch = options.build_time.unwrap_or_else(|| plan.commonest_time());
         let shared = Shared::new(tree, plan.order.iter().copied());
@@ -181,7 +182,7 @@ impl<'t> Plan<'t> {
     /// Whether the small form holds everything the inode has.
     pub(super) fn is_compact(&self, id: NodeId) -> bool {
         let node = self.tree.node(id);
-        node.metadata.mtime == self.epoch && self.fits_compact(id, node)
+        node.metadata.mtime == self.epoch && self.fits_compact(id, &node)
     }
 
     /// Links as `stat` shows them.
@@ -235,7 +236,7 @@ impl<'t> Plan<'t> {
             let below = stack.len();
             for entry in self.children.get(first..).unwrap_or_default() {
                 let (name, child) = self.tree.entry(*entry);
-                let kind = &self.tree.node(child).kind;
+                let is_dir = self.tree.is_dir(child);
                 let Some(place) = self.places.get_mut(child.index()) else {
                     continue;
                 };
@@ -244,7 +245,7 @@ impl<'t> Plan<'t> {
                 if is_new {
                     self.order.push(child);
                 }
-                if !kind.is_dir() {
+                if !is_dir {
                     if !self.tree.is_childless(child) {
                         return Err(Error::NotADirectory {
                             name: name.to_vec(),
@@ -274,7 +275,7 @@ impl<'t> Plan<'t> {
         let fitting = self
             .order
             .iter()
-            .filter(|id| self.fits_compact(**id, self.tree.node(**id)));
+            .filter(|id| self.fits_compact(**id, &self.tree.node(**id)));
         let mut times: Vec<_> = fitting
             .map(|id| self.tree.node(*id).metadata.mtime)
             .collect();

@@ -91,7 +91,7 @@ impl<'t> Shared<'t> {
     ) -> Result<Self, (NodeId, String)> {
         let mut uses: HashMap<Xattr<'t>, usize> = HashMap::new();
         for id in nodes {
-            for (name, value) in &tree.node(id).metadata.xattrs {
+            for (name, value) in tree.xattrs(id) {
                 let xattr = Xattr::new(name, value).map_err(|reason| (id, reason))?;
                 *uses.entry(xattr).or_default() += 1;
             }

@@ -244,7 +244,7 @@ fn decode(rest: &mut &[u8], last: &mut Vec<u8>) -> Option<Record> {
         identity: Identity::from_parts(place, size, mtime, ctime),
         content: Content {
             size,
-            pieces: pieces.into_boxed_slice(),
+            pieces: pieces.into(),
         },
     })
 }

@@ -17,7 +17,8 @@ fn content(size: u64, pieces: &[(u64, u32)]) -> Content {
                 len,
                 digest: Digest::of(&offset.to_le_bytes()),
             })
-            .collect(),
+            .collect::<Vec<_>>()
+            .into(),
     }
 }
 

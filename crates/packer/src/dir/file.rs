@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
+use rustix::buffer::spare_capacity;
 use rustix::fs::{SeekFrom, Stat, fstat, seek};
 use rustix::io::{Errno, pread};
 
@@ -167,19 +168,19 @@ impl OpenFile {
     /// All of a small file.
     pub(crate) fn read_whole(&self, progress: &dyn Progress) -> Result<Vec<u8>, PackError> {
         let size = usize::try_from(self.identity.size).unwrap_or(usize::MAX);
-        let mut bytes = vec![0; size];
-        let mut at = 0;
-        while let Some(rest) = bytes.get_mut(at..).filter(|rest| !rest.is_empty()) {
-            match pread(&self.fd, rest, at as u64) {
+        let mut bytes = Vec::with_capacity(size);
+        while bytes.len() < size {
+            let at = bytes.len() as u64;
+            match pread(&self.fd, spare_capacity(&mut bytes), at) {
                 Ok(0) => break,
-                Ok(n) => at += n,
-                Err(Errno::INTR) => {}
+                Ok(_) | Err(Errno::INTR) => {}
                 Err(errno) => return Err(self.error(errno)),
             }
         }
-        bytes.truncate(at);
-        self.check(at as u64)?;
-        progress.bytes(at as u64);
+        // More than there was, if the file grew: the check says so.
+        let read = bytes.len() as u64;
+        self.check(read)?;
+        progress.bytes(read);
         Ok(bytes)
     }
 }

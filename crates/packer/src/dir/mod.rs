@@ -65,42 +65,68 @@ pub(crate) trait View: Sync {
     }
 }
 
+/// Files whose records lie together in memory.
+const BLOCK: usize = 4096;
+
 /// A file whose bytes are to be stored.
 #[derive(Debug)]
 struct FileRecord {
     node: NodeId,
     dir: u32,
-    /// Where its name begins in [`Files::names`].
+    /// Where its name begins in [`Block::names`].
     name: u32,
     len: u8,
     identity: Identity,
 }
 
-/// The files whose bytes are to be stored, their names in one piece of memory.
+/// Some files whose bytes are to be stored, their names in one piece of memory.
 #[derive(Debug, Default)]
-struct Files {
+struct Block {
     records: Vec<FileRecord>,
     names: Vec<u8>,
 }
 
-impl Files {
-    /// `None`: the names have more than 4 GiB.
-    fn push(&mut self, node: NodeId, dir: u32, name: &[u8], identity: Identity) -> Option<()> {
-        self.records.push(FileRecord {
-            node,
-            dir,
-            name: u32::try_from(self.names.len()).ok()?,
-            len: u8::try_from(name.len()).ok()?,
-            identity,
-        });
-        self.names.extend_from_slice(name);
-        Some(())
-    }
-
+impl Block {
     fn name(&self, record: &FileRecord) -> &[u8] {
         let start = usize::try_from(record.name).unwrap_or(usize::MAX);
         let end = start.saturating_add(record.len.into());
         self.names.get(start..end).unwrap_or_default()
+    }
+}
+
+/// The files whose bytes are to be stored: small ones first, each group in the order of the scan.
+/// In blocks, so that memory of those that are done is free again.
+#[derive(Debug, Default)]
+struct Files {
+    small: Vec<Block>,
+    large: Vec<Block>,
+}
+
+impl Files {
+    fn push(&mut self, node: NodeId, dir: u32, name: &[u8], identity: Identity) {
+        let blocks = match identity.size() <= SMALL {
+            true => &mut self.small,
+            false => &mut self.large,
+        };
+        if blocks.last().is_none_or(|last| last.records.len() >= BLOCK) {
+            blocks.push(Block::default());
+        }
+        let Some(block) = blocks.last_mut() else {
+            return; // one was just added
+        };
+        block.records.push(FileRecord {
+            node,
+            dir,
+            // Below 2^20: the kernel's names have at most 255 bytes.
+            name: u32::try_from(block.names.len()).unwrap_or(u32::MAX),
+            len: u8::try_from(name.len()).unwrap_or(u8::MAX),
+            identity,
+        });
+        block.names.extend_from_slice(name);
+    }
+
+    fn into_blocks(self) -> impl Iterator<Item = Block> {
+        self.small.into_iter().chain(self.large)
     }
 }
 

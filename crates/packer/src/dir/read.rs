@@ -3,6 +3,7 @@
 //! not opened at all.
 
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::SystemTime;
@@ -15,7 +16,7 @@ use rustix::io::Errno;
 use super::file::{Identity, OpenFile};
 use super::open::{Dirs, Opener, open_file};
 use super::scan::gone_or;
-use super::{DirSource, FileRecord, Files, Meaning, SMALL, attributes};
+use super::{Block, DirSource, FileRecord, Files, Meaning, attributes};
 use crate::cache::{self, New, Old};
 use crate::content::Content;
 use crate::error::{PackError, Result};
@@ -26,8 +27,12 @@ use crate::path::join;
 
 /// Files up to this size are read whole by the thread that reads ahead.
 const WHOLE: u64 = 256 << 10;
-/// Files that may wait, which bounds memory and descriptors.
-const DEPTH: usize = 32;
+/// Files go from thread to thread in batches of at most so many files, and few bytes more than
+/// this, so that threads seldom have to wake each other.
+const BATCH: usize = 32;
+const BATCH_BYTES: usize = 256 << 10;
+/// Batches that may wait, which bounds memory and descriptors.
+const DEPTH: usize = 2;
 
 /// A file read ahead.
 enum Loaded {
@@ -37,8 +42,10 @@ enum Loaded {
     Known(Content),
 }
 
-/// A file on its way from one thread to the other.
+/// A file on its way from one thread to the other: one of the records of a block.
 struct Ahead {
+    block: Arc<Block>,
+    index: usize,
     /// Before anything of it was read.
     time: SystemTime,
     loaded: Result<Loaded>,
@@ -47,19 +54,33 @@ struct Ahead {
 /// What both threads need to open a file.
 struct Access<'a> {
     dirs: &'a Dirs,
-    files: &'a Files,
     opener: Opener,
 }
 
+/// A file with its name.
+#[derive(Clone, Copy)]
+struct File<'a> {
+    record: &'a FileRecord,
+    name: &'a [u8],
+}
+
+impl Block {
+    fn file(&self, index: usize) -> Option<File<'_>> {
+        let record = self.records.get(index)?;
+        let name = self.name(record);
+        Some(File { record, name })
+    }
+}
+
 impl Access<'_> {
-    fn path(&self, record: &FileRecord) -> Vec<u8> {
-        join(&self.dirs.path(record.dir), self.files.name(record))
+    fn path(&self, file: File<'_>) -> Vec<u8> {
+        join(&self.dirs.path(file.record.dir), file.name)
     }
 
-    fn open(&mut self, record: &FileRecord, identity: Identity) -> Result<OpenFile> {
-        let dir = self.opener.open(self.dirs, record.dir)?;
-        let fd = open_file((*dir).as_fd(), self.files.name(record)).map_err(|errno| {
-            let path = self.path(record);
+    fn open(&mut self, file: File<'_>, identity: Identity) -> Result<OpenFile> {
+        let dir = self.opener.open(self.dirs, file.record.dir)?;
+        let fd = open_file((*dir).as_fd(), file.name).map_err(|errno| {
+            let path = self.path(file);
             match errno {
                 Errno::LOOP | Errno::NXIO => PackError::Changed {
                     path: crate::show(&path),
@@ -68,12 +89,13 @@ impl Access<'_> {
                 errno => gone_or("read", &path, errno),
             }
         })?;
-        Ok(OpenFile::new(fd, self.path(record), identity))
+        Ok(OpenFile::new(fd, self.path(file), identity))
     }
 
-    fn load(&mut self, record: &FileRecord, progress: &dyn Progress) -> Result<Loaded> {
-        let mut file = self.open(record, record.identity)?;
-        if record.identity.size() <= WHOLE {
+    fn load(&mut self, file: File<'_>, progress: &dyn Progress) -> Result<Loaded> {
+        let identity = file.record.identity;
+        let mut file = self.open(file, identity)?;
+        if identity.size() <= WHOLE {
             return file.read_whole(progress).map(Loaded::Whole);
         }
         file.look()?;
@@ -91,27 +113,21 @@ impl DirSource<'_> {
         writer: &mut LayerWriter,
         mut git: Option<&mut Git>,
     ) -> Result<()> {
-        // Small files first, each group in the order of the scan.
-        self.files
-            .records
-            .sort_by_key(|record| record.identity.size() > SMALL);
-        let (files, progress) = (&self.files, self.progress);
+        let (files, progress) = (std::mem::take(&mut self.files), self.progress);
         let (old, mut new) = match &self.cache {
-            // Git's names of contents are told by nothing but the contents.
-            Some((place, fresh)) => (
-                (!fresh && git.is_none()).then(|| place.old()),
-                place.new_records(),
-            ),
-            None => (None, None),
+            // Git's names of contents are told by nothing but the contents, and what stands for an
+            // index that is held back is no content to remember.
+            Some((place, fresh)) if git.is_none() => {
+                ((!fresh).then(|| place.old()), place.new_records())
+            }
+            _ => (None, None),
         };
         let mut ahead = Access {
             dirs: &self.dirs,
-            files,
             opener: self.opener.again(),
         };
         let mut again = Access {
             dirs: &self.dirs,
-            files,
             opener: self.opener.again(),
         };
         // Cleared when the store lacks what the cache knows: then everything is read ahead.
@@ -119,47 +135,46 @@ impl DirSource<'_> {
         thread::scope(|scope| {
             let (sender, receiver) = bounded(DEPTH);
             let useful = &useful;
-            scope.spawn(move || {
-                read_ahead(&files.records, &mut ahead, old, useful, progress, &sender)
-            });
-            for record in &files.records {
-                let Ok(Ahead { time, loaded }) = receiver.recv() else {
-                    break;
+            scope.spawn(move || read_ahead(files, &mut ahead, old, useful, progress, &sender));
+            for ahead in receiver.into_iter().flatten() {
+                let Ahead {
+                    block,
+                    index,
+                    time,
+                    loaded,
+                } = ahead;
+                let Some(file) = block.file(index) else {
+                    break; // it was just sent
                 };
+                let record = file.record;
                 let loaded = match loaded {
                     Ok(Loaded::Known(content)) => {
                         if reuse(writer, &content)? {
-                            remember(&mut new, &again, record, &content);
-                            layer.set_content(record.node, content);
+                            remember(&mut new, &again, file, &content);
+                            layer.set_content(record.node, content)?;
                             continue;
                         }
                         useful.store(false, Ordering::Relaxed);
-                        again.load(record, progress)
+                        again.load(file, progress)
                     }
                     loaded => loaded,
                 };
                 let stored = loaded.and_then(|loaded| {
-                    hand_on(
-                        writer,
-                        loaded,
-                        progress,
-                        git.as_deref_mut(),
-                        files.name(record),
-                    )
+                    hand_on(writer, loaded, progress, git.as_deref_mut(), file.name)
                 });
                 let content = match stored {
                     Err(PackError::Changed { .. }) if self.view.retries() > 0 => {
-                        self.retry(layer, writer, record, &mut again, git.as_deref_mut())?
+                        self.retry(layer, writer, file, &mut again, git.as_deref_mut())?
                     }
                     stored => {
                         let content = stored?;
                         if cache::is_settled(&record.identity, time) {
-                            remember(&mut new, &again, record, &content);
+                            remember(&mut new, &again, file, &content);
                         }
                         content
                     }
                 };
-                layer.set_content(record.node, content);
+                layer.set_content(record.node, content)?;
             }
             Ok::<(), PackError>(())
         })?;
@@ -174,14 +189,14 @@ impl DirSource<'_> {
         &self,
         layer: &mut Layer,
         writer: &mut LayerWriter,
-        record: &FileRecord,
+        file: File<'_>,
         access: &mut Access<'_>,
         mut git: Option<&mut Git>,
     ) -> Result<Content> {
         let mut attempt = 0;
         loop {
             attempt += 1;
-            let result = self.take_again(layer, writer, record, access, git.as_deref_mut());
+            let result = self.take_again(layer, writer, file, access, git.as_deref_mut());
             match result {
                 Err(PackError::Changed { .. }) if attempt < self.view.retries() => {}
                 result => return result,
@@ -193,21 +208,18 @@ impl DirSource<'_> {
         &self,
         layer: &mut Layer,
         writer: &mut LayerWriter,
-        record: &FileRecord,
+        file: File<'_>,
         access: &mut Access<'_>,
         git: Option<&mut Git>,
     ) -> Result<Content> {
         use std::ffi::OsStr;
         use std::os::unix::ffi::OsStrExt;
 
-        let path = access.path(record);
+        let File { record, name } = file;
+        let path = access.path(file);
         let dir = access.opener.open(access.dirs, record.dir)?;
-        let stat = statat(
-            &*dir,
-            OsStr::from_bytes(access.files.name(record)),
-            AtFlags::SYMLINK_NOFOLLOW,
-        )
-        .map_err(|errno| gone_or("read", &path, errno))?;
+        let stat = statat(&*dir, OsStr::from_bytes(name), AtFlags::SYMLINK_NOFOLLOW)
+            .map_err(|errno| gone_or("read", &path, errno))?;
         let identity = Identity::of(&stat);
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
             return Err(PackError::Changed {
@@ -216,10 +228,9 @@ impl DirSource<'_> {
             });
         }
         let xattrs = attributes::Reader::default()
-            .read(
-                &super::open::proc_path(&*dir, access.files.name(record)),
-                |name| self.view.wants(name),
-            )
+            .read(&super::open::proc_path(&*dir, name), |name| {
+                self.view.wants(name)
+            })
             .map_err(|errno| gone_or("read the extended attributes of", &path, errno))?;
         if let Meaning::Entry { metadata, .. } =
             self.view
@@ -227,37 +238,59 @@ impl DirSource<'_> {
         {
             layer.tree.node_mut(record.node).metadata = metadata;
         }
-        let mut file = access.open(record, identity)?;
+        let mut file = access.open(file, identity)?;
         file.look()?;
-        let name = access.files.name(record);
         hand_on(writer, Loaded::Open(file), self.progress, git, name)
     }
 }
 
 fn read_ahead(
-    files: &[FileRecord],
+    files: Files,
     access: &mut Access<'_>,
     mut old: Option<Old>,
     useful: &AtomicBool,
     progress: &dyn Progress,
-    sender: &Sender<Ahead>,
+    sender: &Sender<Vec<Ahead>>,
 ) {
-    for record in files {
-        let known = match &mut old {
-            Some(old) if useful.load(Ordering::Relaxed) => {
-                old.find(&access.path(record), &record.identity)
+    let mut batch = Vec::with_capacity(BATCH);
+    let mut bytes = 0;
+    for block in files.into_blocks() {
+        let block = Arc::new(block);
+        for index in 0..block.records.len() {
+            let Some(file) = block.file(index) else { break };
+            let known = match &mut old {
+                Some(old) if useful.load(Ordering::Relaxed) => {
+                    old.find(&access.path(file), &file.record.identity)
+                }
+                _ => None,
+            };
+            let time = SystemTime::now();
+            let loaded = match known {
+                Some(content) => Ok(Loaded::Known(content)),
+                None => access.load(file, progress),
+            };
+            bytes += match &loaded {
+                Ok(Loaded::Whole(whole)) => whole.len(),
+                Ok(Loaded::Open(_)) => BATCH_BYTES / 4, // so few descriptors are open
+                Ok(Loaded::Known(_)) | Err(_) => 0,
+            };
+            batch.push(Ahead {
+                block: Arc::clone(&block),
+                index,
+                time,
+                loaded,
+            });
+            if batch.len() >= BATCH || bytes >= BATCH_BYTES {
+                bytes = 0;
+                let full = std::mem::replace(&mut batch, Vec::with_capacity(BATCH));
+                if sender.send(full).is_err() {
+                    return;
+                }
             }
-            _ => None,
-        };
-        let time = SystemTime::now();
-        let loaded = match known {
-            Some(content) => Ok(Loaded::Known(content)),
-            None => access.load(record, progress),
-        };
-        if sender.send(Ahead { time, loaded }).is_err() {
-            return;
         }
     }
+    // Nobody takes it after an error.
+    let _ = sender.send(batch);
 }
 
 /// Whether the store has every chunk of a file that was not read.
@@ -270,9 +303,9 @@ fn reuse(writer: &mut LayerWriter, content: &Content) -> Result<bool> {
     Ok(writer.reuse(&chunks)?)
 }
 
-fn remember(new: &mut Option<New>, access: &Access<'_>, record: &FileRecord, content: &Content) {
+fn remember(new: &mut Option<New>, access: &Access<'_>, file: File<'_>, content: &Content) {
     if let Some(records) = new
-        && !records.add(&access.path(record), &record.identity, content)
+        && !records.add(&access.path(file), &file.record.identity, content)
     {
         *new = None; // a full disk, say: the next build reads all again
     }

@@ -274,9 +274,7 @@ impl DirSource<'_> {
             if state.bytes > self.limits.max_bytes {
                 return Err(self.over("max_bytes", self.limits.max_bytes, "bytes"));
             }
-            self.files
-                .push(node, found.dir, found.name, identity)
-                .ok_or_else(|| self.over("names", 1 << 32, "bytes of names"))?;
+            self.files.push(node, found.dir, found.name, identity);
         }
         Ok(node)
     }

@@ -216,11 +216,11 @@ impl Writing<'_> {
     ) -> Result<()> {
         let empty = Content {
             size: 0,
-            pieces: Box::new([]),
+            pieces: Vec::new().into(),
         };
-        let content = layer.content(id).unwrap_or(&empty);
+        let content = layer.content(id).unwrap_or(empty);
         let fill = archive
-            .entry(entry, content.size, &runs(content))
+            .entry(entry, content.size, &runs(&content))
             .map_err(|error| self.io(error))?;
         let mut at = 0;
         for piece in &content.pieces {
@@ -251,11 +251,7 @@ impl Writing<'_> {
 }
 
 /// A file's content, where the walk comes to its first name.
-fn first_content<'a>(
-    layer: &'a Layer,
-    seen: &mut HashSet<NodeId>,
-    id: NodeId,
-) -> Option<&'a Content> {
+fn first_content(layer: &Layer, seen: &mut HashSet<NodeId>, id: NodeId) -> Option<Content> {
     let node = layer.tree.node(id);
     if !matches!(node.kind, NodeKind::File(_)) {
         return None;

@@ -16,7 +16,7 @@ use std::collections::HashMap;
 use layerpack_store::{Digest, LayerWriter, StoreError};
 
 use self::blobs::{BlobIds, Hashed};
-use crate::content::{self, Bytes, Content, Next, Piece};
+use crate::content::{self, Bytes, Content, Next, Piece, Pieces};
 use crate::error::Result;
 
 pub use refresh::GitIndex;
@@ -94,11 +94,11 @@ impl Git {
             let len = u32::try_from(size).unwrap_or(u32::MAX);
             return Ok(Content {
                 size,
-                pieces: Box::new([Piece {
+                pieces: Pieces::One(Piece {
                     offset: 0,
                     len,
                     digest,
-                }]),
+                }),
             });
         }
         let content = content::store_small(writer, bytes)?;

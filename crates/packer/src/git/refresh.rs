@@ -100,7 +100,7 @@ impl Git {
                 .collect();
             index::write(&mut bytes, plan.hash, &files);
             let content = content::store_small(writer, &bytes)?;
-            layer.set_content(plan.index, content);
+            layer.set_content(plan.index, content)?;
         }
         self.store_held(layer, writer)?;
         Ok(reports)
@@ -108,7 +108,8 @@ impl Git {
 
     /// The index that a file's content stands for.
     fn held_by(&self, layer: &Layer, id: NodeId) -> Option<Digest> {
-        let [piece] = *layer.content(id)?.pieces else {
+        let content = layer.content(id)?;
+        let [piece] = *content.pieces else {
             return None;
         };
         self.indexes
@@ -126,7 +127,7 @@ impl Git {
         for (id, digest) in held {
             if let Some(bytes) = self.indexes.get(&digest) {
                 let content = content::store_small(writer, bytes)?;
-                layer.set_content(id, content);
+                layer.set_content(id, content)?;
             }
         }
         Ok(())
@@ -273,7 +274,7 @@ fn stat(layer: &Layer, id: NodeId, ino: u64) -> Stat {
     let node = layer.tree.node(id);
     let size = match &node.kind {
         NodeKind::Symlink(target) => target.len() as u64,
-        _ => layer.content(id).map_or(0, |content| content.size),
+        _ => layer.size(id),
     };
     Stat {
         sec: node.metadata.mtime.sec,

@@ -480,7 +480,7 @@ impl Import<'_> {
             Some(git) => git.refresh(&mut layer, &mut writer)?,
             None => Vec::new(),
         };
-        let mut finished = layout::finish(layer, reference)?;
+        let mut finished = layout::finish(layer, reference, self.options.level)?;
         let draft = &mut finished.draft;
         draft.platform.clone_from(&self.platform);
         draft.parents = parents;

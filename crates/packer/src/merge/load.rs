@@ -11,7 +11,7 @@ use layerpack_store::{LayerMap, LayerStore, Manifest};
 
 use crate::content::{Content, Piece};
 use crate::error::{PackError, Result};
-use crate::model::Layer;
+use crate::model::{Contents, Layer};
 
 /// Reads a layer's metadata and map; no file contents.
 pub(crate) fn load(store: &LayerStore, manifest: &Manifest, bottom: bool) -> Result<Layer> {
@@ -29,30 +29,26 @@ pub(crate) fn load_with(
     let meta = store.meta(manifest)?;
     let mut tree = Tree::from_image(&Image::open(&meta)?)?;
     drop(meta);
-    let mut contents: Vec<Option<Content>> = Vec::new();
+    let mut contents = Contents::default();
     let mut files = Vec::new();
     for entry in tree.walk() {
-        if let NodeKind::File(data) = &tree.node(entry.id).kind {
-            let slot = entry.id.index();
-            if contents.len() <= slot {
-                contents.resize(slot + 1, None);
-            }
-            if let Some(content @ None) = contents.get_mut(slot) {
-                let found = content_of(data, map).ok_or_else(|| {
-                    let why = format!(
-                        "the map of {} does not fit its metadata there; run `layerpack verify` on it",
-                        manifest.reference()
-                    );
-                    PackError::unsupported(&entry.path, why)
-                })?;
-                *content = Some(found);
-                files.push(entry.id);
-            }
+        if let NodeKind::File(data) = &tree.node(entry.id).kind
+            && !contents.has(entry.id)
+        {
+            let found = content_of(data, map).ok_or_else(|| {
+                let why = format!(
+                    "the map of {} does not fit its metadata there; run `layerpack verify` on it",
+                    manifest.reference()
+                );
+                PackError::unsupported(&entry.path, why)
+            })?;
+            contents.set(entry.id, found)?;
+            files.push(entry.id);
         }
     }
     // Addresses are given out anew when the layer is laid out.
     for id in files {
-        tree.node_mut(id).kind = NodeKind::File(FileData::empty());
+        tree.set_data(id, FileData::empty());
     }
     let mut implicit = HashSet::new();
     for path in map.implicit_dirs() {
@@ -100,7 +96,7 @@ fn content_of(data: &FileData, map: &LayerMap) -> Option<Content> {
     }
     Some(Content {
         size: data.size,
-        pieces: pieces.into_boxed_slice(),
+        pieces: pieces.into(),
     })
 }
 

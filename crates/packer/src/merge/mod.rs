@@ -83,7 +83,7 @@ pub fn merge(
     }
 
     progress.phase("publish");
-    let mut finished = layout::finish(layer, options.reference.clone())?;
+    let mut finished = layout::finish(layer, options.reference.clone(), options.level)?;
     let draft = &mut finished.draft;
     draft.platform = platform(&manifests, &mut warnings);
     draft.parents = parents(&manifests);

@@ -92,7 +92,7 @@ fn copy(
         .tree
         .insert(parent, name, node.metadata.clone(), node.kind.clone())?;
     if let Some(content) = upper.content(id) {
-        lower.set_content(made, content.clone());
+        lower.set_content(made, content)?;
     }
     if node.kind.is_dir() {
         lower.set_implicit(made, upper.is_implicit(id));

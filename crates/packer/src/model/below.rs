@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use layerpack_erofs::{NodeId, NodeKind, Tree};
 
-use super::{Content, Layer, OPAQUE, Place};
+use super::{Contents, Layer, OPAQUE, Place};
 use crate::error::{PackError, Result};
 use crate::path::{components, join};
 
@@ -44,7 +44,7 @@ impl Layer {
     /// whiteouts and opaque marks are settled.
     pub(crate) fn from_parts(
         tree: Tree,
-        contents: Vec<Option<Content>>,
+        contents: Contents,
         implicit: HashSet<NodeId>,
         bottom: bool,
     ) -> Self {
@@ -153,10 +153,10 @@ impl Layer {
         let copy = self
             .tree
             .insert(parent, name, node.metadata.clone(), node.kind.clone())?;
-        let content = below.layer.content(id).cloned();
+        let content = below.layer.content(id);
         below.copied.insert(id, copy);
         if let Some(content) = content {
-            self.set_content(copy, content);
+            self.set_content(copy, content)?;
         }
         Ok(copy)
     }

@@ -132,7 +132,8 @@ impl Walk<'_> {
         id: NodeId,
         there: Option<NodeId>,
     ) -> Result<()> {
-        let metadata = &self.new.tree.node(id).metadata;
+        let node = self.new.tree.node(id);
+        let metadata = &node.metadata;
         let lower = there.filter(|there| self.below.tree.node(*there).kind.is_dir());
         // One that no entry defines is as it is below.
         let same = lower.is_some_and(|lower| {
@@ -210,7 +211,7 @@ impl Walk<'_> {
                 .tree
                 .insert(parent, name, node.metadata.clone(), node.kind.clone())?;
         if let Some(content) = self.new.content(id) {
-            self.layer.set_content(made, content.clone());
+            self.layer.set_content(made, content)?;
         }
         if node.nlink() > 1 {
             self.linked.insert(id, made);
@@ -251,7 +252,7 @@ fn unchanged(below: &Layer, new: &Layer) -> HashSet<NodeId> {
     all.map(|((id, _), _)| id).collect()
 }
 
-fn same_content(one: Option<&Content>, other: Option<&Content>) -> bool {
-    let is_empty = |content: Option<&Content>| content.is_none_or(|content| content.size == 0);
-    one == other || is_empty(one) && is_empty(other)
+fn same_content(one: Option<Content>, other: Option<Content>) -> bool {
+    let is_empty = |content: &Option<Content>| content.as_ref().is_none_or(|c| c.size == 0);
+    one == other || is_empty(&one) && is_empty(&other)
 }

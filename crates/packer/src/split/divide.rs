@@ -114,7 +114,7 @@ fn report(split: &Split, layer: &Layer, items: &[Item]) -> Result<LeftOver> {
             continue;
         }
         left.entries += 1;
-        left.bytes += layer.content(item.id).map_or(0, |content| content.size);
+        left.bytes += layer.size(item.id);
         if item.directory {
             above.insert(item.id);
         }
@@ -250,7 +250,7 @@ fn build(
             .tree
             .insert(made, name, node.metadata.clone(), node.kind.clone())?;
         if let Some(content) = layer.content(item.id) {
-            target.set_content(copy, content.clone());
+            target.set_content(copy, content)?;
         }
         if node.nlink() > 1 {
             copies.insert((part, item.id), copy);

@@ -68,7 +68,10 @@ pub(crate) fn publish(
                 Some(git) => git.refresh(&mut layer, &mut writer)?,
                 None => Vec::new(),
             };
-            finished.push((layout::finish(layer, reference.clone())?, indexes));
+            finished.push((
+                layout::finish(layer, reference.clone(), said.level)?,
+                indexes,
+            ));
         }
         Ok((finished, left_over))
     });

@@ -120,10 +120,7 @@ impl View {
         new: Option<NodeId>,
         path: &[u8],
     ) -> Option<Change> {
-        let size = |view: &Self, id: Option<NodeId>| {
-            id.and_then(|id| view.layer.content(id))
-                .map_or(0, |c| c.size)
-        };
+        let size = |view: &Self, id: Option<NodeId>| id.map_or(0, |id| view.layer.size(id));
         let (kind, entry, differences) = match (old, new) {
             (Some(old), Some(new)) => {
                 let differences = self.differences(other, old, new);

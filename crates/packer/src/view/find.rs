@@ -91,7 +91,7 @@ impl View {
             if !find.kinds.is_empty() && !find.kinds.contains(&kind) {
                 continue;
             }
-            let size = self.layer.content(walked.id).map_or(0, |c| c.size);
+            let size = self.layer.size(walked.id);
             let fits = find.size.is_none_or(|test| {
                 kind == EntryKind::File
                     && match test {

@@ -170,7 +170,7 @@ impl View {
         ViewEntry {
             path,
             kind: self.kind(id),
-            size: self.layer.content(id).map_or(0, |c| c.size),
+            size: self.layer.size(id),
             metadata: node.metadata.clone(),
             target: match &node.kind {
                 NodeKind::Symlink(target) => Some(target.clone()),

@@ -1,0 +1,165 @@
+//! What the files of a layer hold. Most files are one chunk and nothing else, which takes 40 bytes
+//! here, so that a million of them are no burden.
+
+use layerpack_erofs::NodeId;
+use layerpack_store::Digest;
+
+use crate::content::{Content, Piece, Pieces};
+use crate::error::{PackError, Result};
+
+/// The top bit of a slot: its content is among the others.
+const OTHER: u32 = 1 << 31;
+
+/// Contents by [`NodeId::index`].
+#[derive(Debug, Default)]
+pub(crate) struct Contents {
+    /// 0: none; else one more than an index into one of the lists.
+    slots: Vec<u32>,
+    /// Files of one chunk without holes: its digest and length.
+    whole: Vec<(Digest, u32)>,
+    others: Vec<Content>,
+}
+
+/// A file's content, where it is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Held<'a> {
+    /// One chunk without holes: its number, for [`Contents::whole`].
+    Whole(u32),
+    /// Anything else.
+    Other(&'a Content),
+}
+
+fn index(number: u32) -> Option<usize> {
+    usize::try_from(number.checked_sub(1)?).ok()
+}
+
+impl Contents {
+    /// Where a file's content is kept.
+    pub(crate) fn held(&self, id: NodeId) -> Option<Held<'_>> {
+        let slot = *self.slots.get(id.index())?;
+        if slot & OTHER != 0 {
+            return self.others.get(index(slot & !OTHER)?).map(Held::Other);
+        }
+        Some(Held::Whole(slot.checked_sub(1)?))
+    }
+
+    /// Digest and length of the chunk that is the content with this number.
+    pub(crate) fn whole(&self, number: u32) -> Option<(Digest, u32)> {
+        self.whole.get(usize::try_from(number).ok()?).copied()
+    }
+
+    /// A file's content.
+    pub(crate) fn get(&self, id: NodeId) -> Option<Content> {
+        match self.held(id)? {
+            Held::Other(content) => Some(content.clone()),
+            Held::Whole(number) => {
+                let (digest, len) = self.whole(number)?;
+                Some(Content {
+                    size: len.into(),
+                    pieces: Pieces::One(Piece {
+                        offset: 0,
+                        len,
+                        digest,
+                    }),
+                })
+            }
+        }
+    }
+
+    /// A file's size in bytes; 0 without a content.
+    pub(crate) fn size(&self, id: NodeId) -> u64 {
+        match self.held(id) {
+            None => 0,
+            Some(Held::Other(content)) => content.size,
+            Some(Held::Whole(number)) => self.whole(number).map_or(0, |(_, len)| len.into()),
+        }
+    }
+
+    /// Whether a file has a content.
+    pub(crate) fn has(&self, id: NodeId) -> bool {
+        self.held(id).is_some()
+    }
+
+    /// Gives a file its content.
+    pub(crate) fn set(&mut self, id: NodeId, content: Content) -> Result<()> {
+        if self.slots.len() <= id.index() {
+            self.slots.resize(id.index() + 1, 0);
+        }
+        let number = |len: usize| {
+            u32::try_from(len)
+                .ok()
+                .filter(|number| number & OTHER == 0)
+                .ok_or_else(|| PackError::Limit {
+                    object: "the layer".to_owned(),
+                    name: "files",
+                    limit: OTHER.into(),
+                    unit: "files",
+                })
+        };
+        let slot = match &content.pieces {
+            Pieces::One(piece) if content.is_dense() => {
+                self.whole.push((piece.digest, piece.len));
+                number(self.whole.len())?
+            }
+            _ => {
+                self.others.push(content);
+                number(self.others.len())? | OTHER
+            }
+        };
+        if let Some(place) = self.slots.get_mut(id.index()) {
+            *place = slot;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use layerpack_erofs::{FileData, Metadata, NodeKind, Tree};
+
+    use super::*;
+
+    fn piece(offset: u64, len: u32) -> Piece {
+        Piece {
+            offset,
+            len,
+            digest: Digest::of(&offset.to_le_bytes()),
+        }
+    }
+
+    #[test]
+    fn what_is_set_comes_back() {
+        let mut tree = Tree::new(Metadata::default());
+        let mut ids = Vec::new();
+        for name in [b"a", b"b", b"c", b"d", b"e"] {
+            let kind = NodeKind::File(FileData::empty());
+            let id = tree.insert(NodeId::ROOT, name, Metadata::default(), kind);
+            ids.push(id.unwrap());
+        }
+        let of = |size, pieces: &[Piece]| Content {
+            size,
+            pieces: pieces.to_vec().into(),
+        };
+        let all = [
+            of(10, &[piece(0, 10)]),
+            of(20, &[piece(0, 10)]),
+            of(20, &[piece(0, 10), piece(10, 10)]),
+            of(0, &[]),
+        ];
+        let mut contents = Contents::default();
+        // The last file gets none, and each of the others another one first.
+        for round in [1, 0] {
+            for (at, id) in ids.iter().take(4).enumerate() {
+                contents.set(*id, all[(at + round) % 4].clone()).unwrap();
+            }
+        }
+        for (id, content) in ids.iter().zip(&all) {
+            assert_eq!(contents.get(*id).as_ref(), Some(content));
+            assert_eq!(contents.size(*id), content.size);
+            assert!(contents.has(*id));
+        }
+        assert_eq!(contents.get(ids[4]), None);
+        assert_eq!(contents.size(ids[4]), 0);
+        assert!(!contents.has(ids[4]));
+    }
+}
