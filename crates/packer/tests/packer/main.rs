@@ -32,6 +32,7 @@ mod privileged_flatten;
 mod privileged_kernel;
 mod privileged_meaning;
 mod privileged_merge;
+mod privileged_real;
 mod privileged_upper;
 mod same_digest;
 mod selection;

@@ -135,7 +135,7 @@ fn privileged_the_nasty_tree_mounted() {
     fsck(&scratch, "nasty-0");
 }
 
-fn fsck(scratch: &ScratchDir, name: &str) {
+pub fn fsck(scratch: &ScratchDir, name: &str) {
     let Some(fsck) = find_tool("fsck.erofs") else {
         return;
     };
