@@ -14,6 +14,7 @@ mod inputs;
 mod large;
 pub(crate) mod measure;
 mod report;
+mod snapshot;
 
 use std::path::{Path, PathBuf};
 
@@ -31,7 +32,7 @@ struct Scenario {
 }
 
 /// All scenarios, in the order in which they run.
-const SCENARIOS: [Scenario; 6] = [
+const SCENARIOS: [Scenario; 7] = [
     Scenario {
         name: "build",
         about: "building from a directory, beside mkfs.erofs, mksquashfs and tar with zstd",
@@ -61,6 +62,11 @@ const SCENARIOS: [Scenario; 6] = [
         name: "family",
         about: "similar environments in one store, beside OCI layers compressed with gzip",
         run: family::table,
+    },
+    Scenario {
+        name: "pack-diff",
+        about: "snapshots by what changed and what did not, beside umoci repack and tar",
+        run: snapshot::table,
     },
 ];
 
