@@ -29,6 +29,19 @@ pub(crate) const STOP: &str = "/v1/stop";
 /// `POST` [`RecordRequest`]: [`RecordBegun`].
 pub(crate) const RECORDINGS: &str = "/v1/recordings";
 
+/// `POST` `{"sandbox":…}`, the same as [`ChannelRequest`]: [`ChannelOpen`].
+pub(crate) const CHANNELS: &str = "/v1/channels";
+
+/// Where a sandbox sees its channel.
+pub(crate) const INSIDE_DIRECTORY: &str = "/dev/layerpack";
+/// Name of the socket in a channel's directory.
+pub(crate) const INSIDE_SOCKET: &str = "socket";
+/// On a sandbox's own socket. `POST` [`InsideRequest`]: what `layerpack -o json pack-diff` prints.
+pub(crate) const INSIDE: &str = "/v1/pack-diff";
+
+/// `POST` [`GuardRequest`]: [`Guarding`].
+pub(crate) const GUARDS: &str = "/v1/guards";
+
 /// The path of one recording; `DELETE`: [`Recording`].
 pub(crate) fn recording_path(id: &str) -> String {
     format!("{RECORDINGS}/{id}")
@@ -145,6 +158,60 @@ pub(crate) struct Recording {
 pub(crate) struct Released {
     /// False when no such lease was known, which is no error.
     pub(crate) released: bool,
+}
+
+/// Asks the daemon to let a sandbox go on if the process that freezes it dies.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct GuardRequest {
+    /// Id or name of the sandbox.
+    pub(crate) sandbox: String,
+    /// The process, of the daemon's pid namespace.
+    pub(crate) pid: u32,
+}
+
+/// The process is watched until it ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Guarding {
+    /// Always true.
+    pub(crate) guarding: bool,
+}
+
+/// Asks the daemon to serve the channel of a sandbox.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ChannelRequest {
+    /// Id or name of the sandbox.
+    pub(crate) sandbox: String,
+}
+
+/// The channel is served.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ChannelOpen {
+    /// Always true.
+    pub(crate) open: bool,
+}
+
+/// A process inside a sandbox asks for a snapshot of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct InsideRequest {
+    /// Name of the snapshot.
+    pub(crate) name: String,
+    /// Its version.
+    pub(crate) version: String,
+    /// Labels, `KEY=VALUE`.
+    #[serde(default)]
+    pub(crate) labels: Vec<String>,
+    /// Paths to leave as the layers below have them.
+    #[serde(default)]
+    pub(crate) excludes: Vec<String>,
+    /// Do everything but publish.
+    #[serde(default)]
+    pub(crate) dry_run: bool,
+    /// Take the diffs below into the snapshot.
+    #[serde(default)]
+    pub(crate) squash: bool,
+    /// Refresh git's indexes.
+    #[serde(default)]
+    pub(crate) git_index: bool,
 }
 
 /// Asks the daemon to end.

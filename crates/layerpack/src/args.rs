@@ -3,9 +3,11 @@
 mod build;
 mod channels;
 mod flatten;
+mod pack_diff;
 mod profile;
 mod query;
 mod signing;
+mod snapshot;
 mod transfer;
 mod upkeep;
 
@@ -16,9 +18,14 @@ use clap::{ArgAction, Args, Parser, Subcommand};
 
 pub(crate) use self::build::BuildArgs;
 pub(crate) use self::flatten::FlattenArgs;
+pub(crate) use self::pack_diff::PackDiffArgs;
 pub(crate) use upkeep::{GcArgs, PruneArgs, RepairArgs};
 
 pub(crate) use self::signing::{KeyArgs, KeyCommand, SignArgs, SignWithArgs};
+pub(crate) use self::snapshot::{
+    CheckoutArgs, SnapshotArgs, SnapshotCommand, SnapshotDiffArgs, SnapshotExportArgs,
+    SnapshotInspectArgs, SnapshotLsArgs, SnapshotRebaseArgs, SnapshotSquashArgs, StrategyArg,
+};
 use crate::output::Format;
 use crate::units::{Age, Bytes, Cpus};
 pub(crate) use channels::{TagArgs, UntagArgs};
@@ -148,6 +155,10 @@ pub(crate) enum Command {
     Sandbox(SandboxArgs),
     /// Publish what a sandbox changed as a diff layer
     PackDiff(PackDiffArgs),
+    /// Snapshots: ls, inspect, diff, squash, rebase, export, rm
+    Snapshot(SnapshotArgs),
+    /// Write what a stack shows into a directory
+    Checkout(CheckoutArgs),
 }
 
 #[derive(Debug, Args)]
@@ -397,8 +408,14 @@ pub(crate) enum SandboxCommand {
 #[derive(Debug, Args)]
 pub(crate) struct SandboxCreateArgs {
     /// Layers from the bottom up; a lone diff brings the layers it was made on
-    #[arg(required = true, value_name = "REF")]
+    #[arg(required_unless_present = "from", value_name = "REF")]
     pub(crate) refs: Vec<String>,
+    /// A snapshot to restore: the stack is the one that it records
+    #[arg(long, value_name = "REF", conflicts_with = "refs")]
+    pub(crate) from: Option<String>,
+    /// Another store, from which the snapshot and its layers are copied where they are missing
+    #[arg(long, value_name = "URL", requires = "from")]
+    pub(crate) fetch_from: Option<String>,
     /// Set a variable for every command of the sandbox; KEY alone takes the caller's value
     #[arg(short, long, value_name = "KEY[=VALUE]")]
     pub(crate) env: Vec<String>,
@@ -408,6 +425,13 @@ pub(crate) struct SandboxCreateArgs {
     /// Working directory of its commands, unless `exec` says otherwise
     #[arg(short, long, value_name = "DIR")]
     pub(crate) workdir: Option<PathBuf>,
+    /// Let its own processes publish snapshots of it under names like this, where * stands for
+    /// anything, with /dev/layerpack/pack_diff
+    #[arg(long, value_name = "NAMES")]
+    pub(crate) allow_pack_diff: Option<String>,
+    /// What must not leave by those: a file of rules, or `standard` [default: the node's rules]
+    #[arg(long, value_name = "FILE", requires = "allow_pack_diff")]
+    pub(crate) pack_diff_rules: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) shape: ShapeArgs,
 }
@@ -437,30 +461,4 @@ pub(crate) struct SandboxRmArgs {
     /// Also while it runs
     #[arg(long, short)]
     pub(crate) force: bool,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct PackDiffArgs {
-    /// Id or name
-    pub(crate) sandbox: String,
-    /// Name of the snapshot, published as diff/NAME:VERSION
-    #[arg(long)]
-    pub(crate) name: String,
-    /// Version of the snapshot; once published it never changes
-    #[arg(long)]
-    pub(crate) version: String,
-    /// Keep this extended attribute too, or with `*` at its end all that begin so (repeatable)
-    #[arg(long, value_name = "NAME")]
-    pub(crate) xattr: Vec<String>,
-    #[command(flatten)]
-    pub(crate) sign: SignWithArgs,
-    /// Label for people and tools (repeatable)
-    #[arg(long, value_name = "KEY=VALUE")]
-    pub(crate) label: Vec<String>,
-    /// Compression level of new data
-    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(i32).range(1..=19))]
-    pub(crate) level: i32,
-    /// Compression threads [default: one per processor]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
-    pub(crate) jobs: Option<u16>,
 }

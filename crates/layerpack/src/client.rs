@@ -67,6 +67,8 @@ pub(crate) enum ClientError {
 #[derive(Debug)]
 pub(crate) struct Client {
     root: PathBuf,
+    /// Another socket than the node's.
+    socket: Option<PathBuf>,
     runtime: tokio::runtime::Runtime,
 }
 
@@ -79,7 +81,18 @@ impl Client {
             .context("cannot start the client")?;
         Ok(Self {
             root: root.to_owned(),
+            socket: None,
             runtime,
+        })
+    }
+
+    /// A client of the socket at this path, as a sandbox has one.
+    pub(crate) fn at(socket: &Path) -> anyhow::Result<Self> {
+        let root = socket.parent().unwrap_or(Path::new("/"));
+        let client = Self::new(root)?;
+        Ok(Self {
+            socket: Some(socket.to_owned()),
+            ..client
         })
     }
 
@@ -117,6 +130,31 @@ impl Client {
     /// Ends a recording.
     pub(crate) fn record_end(&self, id: &str) -> Result<api::Recording, ClientError> {
         self.call::<(), _>(Method::DELETE, &api::recording_path(id), None, PATIENT)
+    }
+
+    /// Has the daemon let a sandbox go on if process `pid` ends while it keeps that frozen.
+    pub(crate) fn guard(&self, sandbox: &str, pid: u32) -> Result<api::Guarding, ClientError> {
+        let request = api::GuardRequest {
+            sandbox: sandbox.to_owned(),
+            pid,
+        };
+        self.call(Method::POST, api::GUARDS, Some(&request), QUICK)
+    }
+
+    /// Has the daemon serve the channel of a sandbox.
+    pub(crate) fn channel(&self, sandbox: &str) -> Result<api::ChannelOpen, ClientError> {
+        let request = api::ChannelRequest {
+            sandbox: sandbox.to_owned(),
+        };
+        self.call(Method::POST, api::CHANNELS, Some(&request), QUICK)
+    }
+
+    /// Asks for a snapshot, from inside a sandbox.
+    pub(crate) fn pack_diff(
+        &self,
+        request: &api::InsideRequest,
+    ) -> Result<serde_json::Value, ClientError> {
+        self.call(Method::POST, api::INSIDE, Some(request), PATIENT)
     }
 
     /// Ends the daemon.
@@ -171,6 +209,14 @@ impl Client {
     }
 
     async fn connect(&self) -> Result<UnixStream, ClientError> {
+        if let Some(socket) = &self.socket {
+            return UnixStream::connect(socket)
+                .await
+                .map_err(|source| ClientError::Connect {
+                    socket: socket.display().to_string(),
+                    source,
+                });
+        }
         let socket = api::socket_path(&self.root);
         let absent = |e: &io::Error| {
             matches!(

@@ -3,6 +3,7 @@
 
 mod build;
 mod channels;
+mod checkout;
 mod daemon;
 mod doctor;
 mod export;
@@ -23,6 +24,7 @@ mod rm;
 mod run;
 mod sandbox;
 mod seed;
+mod snapshot;
 mod split;
 mod transfer;
 mod umount;
@@ -103,5 +105,7 @@ fn dispatch(context: &Context, mut command: Command) -> Outcome {
         Command::Run(args) => run::run(context, args),
         Command::Sandbox(args) => sandbox::run(context, args),
         Command::PackDiff(args) => pack_diff::run(context, args),
+        Command::Snapshot(args) => snapshot::run(context, args),
+        Command::Checkout(args) => checkout::run(context, &args),
     }
 }

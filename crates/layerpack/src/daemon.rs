@@ -5,6 +5,8 @@
 //! The bytes of layers do not pass through here: the FUSE threads of `layerpack_layerfs` serve
 //! them.
 
+mod channels;
+mod guards;
 mod handlers;
 mod prune;
 pub(crate) mod socket;
@@ -37,6 +39,7 @@ pub(crate) fn run(root: &Path, policy: PathBuf) -> anyhow::Result<()> {
         root.to_owned(),
     ))?;
     prune::at_start(&node, root);
+    guards::at_start(root);
     let served = serve(root, Arc::clone(&node), policy);
     // Whatever ended the serving, nothing may stay mounted. After a stop by the API this finds
     // nothing to do.
@@ -75,6 +78,7 @@ fn serve(root: &Path, node: Arc<layerpack_layerfs::Node>, policy: PathBuf) -> an
         // Registered before anyone is told that the daemon is ready.
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
+        server.channels.at_start(root);
         tracing::info!(root = %root.display(), pid = std::process::id(), "ready");
         if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Ready]) {
             tracing::warn!(%error, "cannot tell the service manager");
@@ -101,6 +105,8 @@ fn router(server: Arc<Server>) -> Router {
         .route(&api::stack_path("{lease}"), delete(handlers::release))
         .route(api::RECORDINGS, post(handlers::record_begin))
         .route(&api::recording_path("{id}"), delete(handlers::record_end))
+        .route(api::GUARDS, post(handlers::guard))
+        .route(api::CHANNELS, post(handlers::channel))
         .route(api::STOP, post(handlers::stop))
         .fallback(handlers::unknown)
         .layer(DefaultBodyLimit::max(api::MAX_REQUEST))

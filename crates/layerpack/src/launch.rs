@@ -19,6 +19,7 @@ use crate::api::StackRequest;
 use crate::args::{NetworkArg, ProcessArgs, ShapeArgs};
 use crate::client::{Client, ClientError};
 use crate::context::Context;
+use crate::depth;
 use crate::output::warning;
 use crate::stack::{self, StackLayer};
 use crate::stores;
@@ -34,12 +35,20 @@ const USER_LABEL: &str = "layerpack.user";
 /// Label that keeps a lasting sandbox's default working directory.
 const WORKDIR_LABEL: &str = "layerpack.workdir";
 
+/// Label that names the snapshots which a sandbox's own processes may publish, as a pattern.
+pub(crate) const PACK_DIFF_LABEL: &str = "layerpack.pack-diff";
+/// Label that keeps the address of the store that a sandbox was made from.
+pub(crate) const STORE_LABEL: &str = "layerpack.store";
+/// Name of the file of a sandbox's own rules for snapshots, in its directory.
+pub(crate) const RULES_FILE: &str = "rules.toml";
+
 /// The node's sandboxes.
 pub(crate) fn sandboxes(root: &Path) -> anyhow::Result<Sandboxes> {
     Ok(Sandboxes::open(SandboxesOptions {
         root: root.join("sandboxes"),
         init: None,
         cgroup_parent: CGROUP_PARENT.to_owned(),
+        stop_by_signals: false,
     })?)
 }
 
@@ -60,7 +69,10 @@ impl SandboxLease {
         shape: &ShapeArgs,
         watched: bool,
     ) -> anyhow::Result<(Self, SandboxSpec)> {
-        let layers = stack::resolve(&context.store()?, references)?;
+        let store = context.store()?;
+        let layers = stack::resolve(&store, references)?;
+        let mounted = depth::bounded(&store, &layers);
+        drop(store);
         // A process that forks a sandbox has one thread: a remote store's end here. The daemon
         // asks it for everything else.
         stores::quiesce()?;
@@ -75,7 +87,7 @@ impl SandboxLease {
         };
         let owner = if watched { "run" } else { "sandbox" }.to_owned();
         let pid = watched.then(std::process::id);
-        let request = StackRequest {
+        let request = |layers: &[StackLayer]| StackRequest {
             store: context.store_url().to_owned(),
             layers: layers
                 .iter()
@@ -83,15 +95,23 @@ impl SandboxLease {
                 .collect(),
             lease: LeaseSpec {
                 id: lease.id.clone(),
-                owner,
+                owner: owner.clone(),
                 pid,
             },
         };
-        let reply = client.stack_up(&request)?;
+        let reply = match client.stack_up(&request(&mounted)) {
+            // What the node merged itself is signed by nobody, say.
+            Err(ClientError::Refused { .. }) if mounted.len() != layers.len() => {
+                client.stack_up(&request(&layers))?
+            }
+            reply => reply?,
+        };
         if context.says_warnings() {
             reply.warnings.iter().for_each(|text| warning(text));
         }
         spec.lowers = reply.lowers;
+        let store = context.store_url().to_owned();
+        spec.labels.insert(STORE_LABEL.to_owned(), store);
         spec.lease = Some(lease.id.clone());
         Ok((lease, spec))
     }
@@ -153,6 +173,7 @@ fn specification(
         read_only: false,
         no_new_privileges: false,
         env: Vec::new(),
+        channel: false,
         lease: None,
         labels: BTreeMap::new(),
     })

@@ -3,7 +3,8 @@
 //! The libraries do the work; this crate parses arguments, chooses defaults (store, state
 //! directory), talks to the node daemon, and turns results into text or JSON. It is also the
 //! binary of the daemon itself (`layerpack daemon`) and, when started under the name
-//! `layerpack-init`, the first process of a sandbox.
+//! `layerpack-init`, the first process of a sandbox; as `pack_diff` it is what processes inside a
+//! sandbox ask for snapshots with.
 //!
 //! | module | owns |
 //! |---|---|
@@ -12,7 +13,8 @@
 //! | [`api`] | the types of the daemon's HTTP API (described in `API.md`) |
 //! | [`client`] | the API's client, and starting the daemon when it is not running |
 //! | [`daemon`] | the API's server |
-//! | [`context`], [`stores`], [`stack`] | what commands share: root, store, references to layers |
+//! | [`inside`] | the command `pack_diff` inside of sandboxes |
+//! | [`context`], [`stores`], [`stack`], [`depth`] | what commands share: root, store, references to layers |
 //! | [`registries`] | where registries' credentials are |
 //! | [`output`], [`progress`], [`failure`] | all that is ever printed |
 
@@ -22,7 +24,9 @@ mod client;
 mod commands;
 mod context;
 mod daemon;
+mod depth;
 mod failure;
+mod inside;
 mod launch;
 mod logging;
 mod mounts;
@@ -45,11 +49,12 @@ const INIT_NAME: &str = "layerpack-init";
 fn main() -> ExitCode {
     // Before anything else: a sandbox's init must not parse arguments, read the environment or
     // start threads.
-    if std::env::args_os()
-        .next()
-        .is_some_and(|name| name == INIT_NAME)
-    {
+    let program = std::env::args_os().next().unwrap_or_default();
+    if program == INIT_NAME {
         layerpack_runtime::init_main();
+    }
+    if inside::is_meant(&program) {
+        return inside::main();
     }
     commands::main()
 }

@@ -163,7 +163,7 @@ fn signed_by_one(
 }
 
 /// Whether `text` is what `pattern` says, where `*` stands for any run of characters.
-fn matches(pattern: &str, text: &str) -> bool {
+pub(crate) fn matches(pattern: &str, text: &str) -> bool {
     let mut parts = pattern.split('*');
     let Some(mut rest) = parts.next().and_then(|first| text.strip_prefix(first)) else {
         return false;

@@ -3,7 +3,7 @@
 use std::io;
 
 use layerpack_packer::{EntryCounts, GitIndex};
-use layerpack_store::PublishOutcome;
+use layerpack_store::{PublishOutcome, Reference};
 use serde::Serialize;
 
 use crate::context::Context;
@@ -14,10 +14,12 @@ use crate::units::human_bytes;
 #[derive(Debug, Serialize)]
 pub(crate) struct Published {
     reference: String,
-    /// Digest of the manifest.
-    digest: String,
+    /// Digest of the manifest; absent after a dry run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    digest: Option<String>,
     /// Identity of the contents, whatever their name.
-    layer_id: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    layer_id: Option<String>,
     /// False when the store had exactly this layer already.
     created: bool,
     counts: EntryCounts,
@@ -51,12 +53,34 @@ impl Published {
         warnings: Vec<String>,
         cpu_seconds: f64,
     ) -> Self {
-        let stats = &published.stats;
+        let reference = &published.reference;
+        Self::maybe(
+            reference,
+            Some(published),
+            counts,
+            meta_bytes,
+            warnings,
+            cpu_seconds,
+        )
+    }
+
+    /// The same of what may have been a dry run: then there are no digests, and nothing was
+    /// written.
+    pub(crate) fn maybe(
+        reference: &Reference,
+        published: Option<&layerpack_store::Published>,
+        counts: EntryCounts,
+        meta_bytes: u64,
+        warnings: Vec<String>,
+        cpu_seconds: f64,
+    ) -> Self {
+        let stats = published.map(|published| published.stats);
+        let stats = stats.unwrap_or_default();
         Self {
-            reference: published.reference.to_string(),
-            digest: published.digest.to_string(),
-            layer_id: published.layer_id.to_string(),
-            created: published.outcome == PublishOutcome::Created,
+            reference: reference.to_string(),
+            digest: published.map(|published| published.digest.to_string()),
+            layer_id: published.map(|published| published.layer_id.to_string()),
+            created: published.is_some_and(|p| p.outcome == PublishOutcome::Created),
             counts,
             meta_bytes,
             store: Written {
@@ -86,10 +110,10 @@ impl Published {
             counts.directories,
             human_bytes(counts.bytes),
             human_bytes(self.store.new_bytes),
-            if self.created {
-                ""
-            } else {
-                ", already published"
+            match (self.created, &self.digest) {
+                (true, _) => "",
+                (false, Some(_)) => ", already published",
+                (false, None) => ": a dry run, nothing was published",
             },
         ));
         for index in &self.git {
@@ -107,7 +131,10 @@ impl Published {
 
     /// Reference and digest.
     pub(crate) fn line(&self) -> String {
-        format!("{} {}", self.reference, self.digest)
+        match &self.digest {
+            Some(digest) => format!("{} {digest}", self.reference),
+            None => self.reference.clone(),
+        }
     }
 }
 

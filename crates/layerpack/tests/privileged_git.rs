@@ -179,3 +179,54 @@ fn privileged_status_in_a_sandbox_reads_no_file_and_sees_changes() {
     );
     node.ok(["sandbox", "rm", "--force", id.trim()]);
 }
+
+#[test]
+fn privileged_status_after_a_restore_reads_no_more_than_before() {
+    if let Some(why) = unable() {
+        skip!("{why}");
+    }
+    let node = node("git-restore", &["--git-index"]);
+    let git = "git -c safe.directory=* -C /ws";
+    let run = |id: &str, command: &str| {
+        let command = format!("export HOME=/; {command}");
+        node.ok(["sandbox", "exec", id, "--", "sh", "-c", &command])
+    };
+    let id = node.ok(["sandbox", "create", "base/root:1", "workspace/w:1"]);
+    let id = id.trim();
+    // Twenty files of 100 KiB change and are staged, so git has read them all.
+    let names: Vec<String> = (0..20).map(|i| format!("file-{}", i * 3)).collect();
+    let change = format!(
+        "cd /ws; for f in {}; do echo more >> $f; done",
+        names.join(" ")
+    );
+    run(id, &format!("{change}; {git} add -A"));
+    let status = format!("{git} status --porcelain");
+    let before = run(id, &status);
+    assert_eq!(before.lines().count(), 20, "{before}");
+    let changed = 20 * FILE_BYTES as u64;
+    let mut figures = Vec::new();
+    for (reference, extra) in [("plain", &[][..]), ("fresh", &["--git-index"])] {
+        let mut arguments = vec!["-o", "json", "pack-diff", id, "--name", reference];
+        arguments.extend(["--version", "1"]);
+        arguments.extend(extra);
+        let packed: serde_json::Value = serde_json::from_str(&node.ok(arguments)).unwrap();
+        if !extra.is_empty() {
+            assert_eq!(packed["git"][0]["refreshed"], 20, "{packed}");
+        }
+        let reference = format!("diff/{reference}:1");
+        let restored = node.ok(["sandbox", "create", "--from", &reference]);
+        assert_eq!(run(restored.trim(), &status), before);
+        figures.push(fetched(&node, &reference).0);
+        node.ok(["sandbox", "rm", "-f", restored.trim()]);
+    }
+    println!("git status after a restore fetched {figures:?} bytes; {changed} changed");
+    assert!(
+        figures[0] > changed * 9 / 10,
+        "git reads what it has not seen: {figures:?}"
+    );
+    assert!(
+        figures[1] < changed / 3,
+        "git reads files again: {figures:?}"
+    );
+    node.ok(["sandbox", "rm", "-f", id]);
+}

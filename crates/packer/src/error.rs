@@ -124,6 +124,22 @@ pub enum PackError {
         /// The rule that it breaks.
         why: String,
     },
+    /// Rules forbid to pack something.
+    #[error(
+        "nothing was packed, since rules forbid it: {paths}; remove what is named in the sandbox, or change the rules"
+    )]
+    Forbidden {
+        /// The rule of the first.
+        rule: String,
+        /// The first paths, each with its rule.
+        paths: String,
+    },
+    /// The sandbox cannot be halted, or does not go on.
+    #[error("cannot halt the sandbox, or let it go on")]
+    Halt {
+        /// What whoever halts it says.
+        source: crate::halt::HaltError,
+    },
     /// The filesystem image cannot be made.
     #[error("cannot write the layer's filesystem")]
     Image(#[source] Box<layerpack_erofs::Error>),

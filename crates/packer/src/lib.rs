@@ -11,6 +11,7 @@ mod acl;
 mod build;
 mod cache;
 mod capability;
+mod checkout;
 mod content;
 mod cpu;
 mod dir;
@@ -20,6 +21,7 @@ mod export;
 mod filter;
 mod git;
 mod glob;
+mod halt;
 mod idmap;
 mod image;
 mod layout;
@@ -29,6 +31,7 @@ mod options;
 mod owner;
 mod pack_diff;
 mod path;
+mod scrub;
 mod split;
 mod tar;
 mod tar_source;
@@ -38,12 +41,14 @@ mod warnings;
 mod xattrs;
 
 pub use build::{build, build_split};
+pub use checkout::{CheckoutReport, checkout};
 pub use error::{PackError, Result};
 pub use export::{
     Compression, ExportOptions, ExportReport, ExportTarget, FlattenOptions, FlattenReport, export,
-    export_tar, flatten,
+    export_layer, export_tar, flatten,
 };
 pub use git::GitIndex;
+pub use halt::{AtRest, Halt, HaltError};
 pub use image::{ImageSource, ImportOptions, ImportReport, import, import_split};
 pub use merge::{MergeOptions, merge};
 pub use options::{
@@ -51,9 +56,13 @@ pub use options::{
     PackDiffOptions, PackDiffReport, Progress, Silent, Source,
 };
 pub use owner::Owners;
-pub use pack_diff::pack_diff;
+pub use pack_diff::{pack_diff, snapshot};
+pub use scrub::{Finding, Findings, LowerLayer, Rules, ScrubReport, StillBelow, Tally};
 pub use split::{LeftOver, Split, SplitReport};
-pub use view::{Change, ChangeKind, Difference, EntryKind, Find, SizeTest, View, ViewEntry};
+pub use view::{
+    Change, ChangeKind, ConflictKind, Difference, EntryKind, Find, RebaseConflict, RebaseOptions,
+    RebaseReport, SizeTest, Strategy, View, ViewEntry, rebase,
+};
 
 /// A path's or name's bytes for a message: control characters and what is not UTF-8 escaped, cut
 /// to a readable length.

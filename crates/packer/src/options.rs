@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
 use layerpack_store::{ParentRef, Published, Reference};
 use serde::Serialize;
@@ -10,6 +11,7 @@ use serde::Serialize;
 use crate::error::PackError;
 use crate::git::GitIndex;
 use crate::owner::Owners;
+use crate::scrub::{LowerLayer, Rules, ScrubReport};
 
 /// Where a tree comes from. SEMANTICS.md says what each source means.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -222,6 +224,22 @@ pub struct PackDiffOptions {
     pub xattrs: Vec<String>,
     /// Paths to leave out, as in [`BuildOptions::excludes`].
     pub excludes: Vec<String>,
+    /// What must not leave.
+    pub rules: Option<Rules>,
+    /// The layers below as directories, topmost first: rules look there for what a snapshot
+    /// cannot take away.
+    pub lowers: Vec<LowerLayer>,
+    /// A directory of the upper's filesystem for unnamed files, through which large files are
+    /// copied by reference where that can be done.
+    pub scratch: Option<PathBuf>,
+    /// Whether git's indexes in the upper are given what the mounted layer shows, as in
+    /// [`BuildOptions::git_index`]. Entries of files that the upper does not have stay as they are.
+    pub git_index: bool,
+    /// The topmost layers of `stack` that are taken into the snapshot, bottom first: diffs, whose
+    /// chunks it names and does not copy. It then lies on the others.
+    pub squash: Vec<ParentRef>,
+    /// Do everything but publish.
+    pub dry_run: bool,
     /// Bounds on the upper.
     pub limits: Limits,
 }
@@ -247,6 +265,12 @@ impl PackDiffOptions {
                 .map(|name| (*name).to_owned())
                 .collect(),
             excludes: Vec::new(),
+            rules: None,
+            lowers: Vec::new(),
+            scratch: None,
+            git_index: false,
+            squash: Vec::new(),
+            dry_run: false,
             limits: Limits::default(),
         }
     }
@@ -309,11 +333,11 @@ pub struct BuildReport {
     pub git: Vec<GitIndex>,
 }
 
-/// What [`crate::pack_diff`] did.
+/// What [`crate::pack_diff`] and [`crate::snapshot`] did.
 #[derive(Debug)]
 pub struct PackDiffReport {
-    /// Reference, digests and store figures.
-    pub published: Published,
+    /// Reference, digests and store figures; `None` after a dry run.
+    pub published: Option<Published>,
     /// What the layer holds.
     pub counts: EntryCounts,
     /// Size of the layer's metadata image in bytes.
@@ -322,4 +346,12 @@ pub struct PackDiffReport {
     pub warnings: Vec<String>,
     /// Processor time of this process meanwhile, in seconds, user and system.
     pub cpu_seconds: f64,
+    /// What rules did.
+    pub scrub: ScrubReport,
+    /// For how long the sandbox was halted, each time, halting included.
+    pub frozen: Vec<Duration>,
+    /// Large files that were copied by reference before they were read.
+    pub copied_files: u64,
+    /// The git indexes that were looked at, where that was asked for.
+    pub git: Vec<GitIndex>,
 }

@@ -1,28 +1,64 @@
 //! Makes a snapshot: a diff layer from the upper directory of an overlay.
+//!
+//! Names and metadata are read while the sandbox is halted, contents after it goes on, each
+//! checked by its change time. If a file changed before it was read, the sandbox is halted a
+//! second time, all of it is looked at anew, and what is not known by then is read before it goes
+//! on: so the layer is what the upper was at one moment, whatever the sandbox does.
+
+use std::path::Path;
+use std::time::Duration;
 
 use layerpack_erofs::NodeId;
-use layerpack_store::{Kind, LayerStore, LayerWriter, WriterOptions};
+use layerpack_store::{Kind, LayerStore, LayerWriter, ParentRef, WriterOptions};
+use rustix::time::{ClockId, clock_gettime};
 
-use crate::dir::DirSource;
+use crate::dir::{Captured, DirSource, Which};
 use crate::error::{PackError, Result};
 use crate::filter::Filter;
+use crate::git::{Git, GitIndex};
+use crate::halt::{AtRest, Halt, Halted};
 use crate::layout;
+use crate::merge;
 use crate::model::Layer;
 use crate::options::{PackDiffOptions, PackDiffReport, Progress};
 use crate::owner::{Owners, Ownership};
+use crate::scrub::{Scrub, ScrubReport};
 use crate::upper::Upper;
+use crate::warnings::Warnings;
+
+/// Rounds before it is an error that something changes also while it is halted.
+const ROUNDS: u32 = 4;
+/// Files that changed and are named in a warning.
+const NAMED: usize = 20;
+/// Longest wait for the clock of change times to go on, in milliseconds: it ticks every 10 at most.
+const TICK_WAIT: u32 = 25;
 
 /// Packs an upper directory and publishes it as `options.reference`. Reads nothing but the upper,
 /// so the cost follows what changed.
 ///
-/// The overlay should be at rest: freeze what writes to it and sync it first. A file that changes
-/// while it is read is read again a few times; then it is an error.
+/// The overlay should be at rest: freeze what writes to it and sync it first, or use
+/// [`snapshot`]. If something changes nevertheless, all is looked at again a few times; then it
+/// is an error.
 ///
 /// # Errors
 /// [`PackError`], naming the file concerned. Nothing is published then.
 pub fn pack_diff(
     store: &LayerStore,
     options: &PackDiffOptions,
+    progress: &dyn Progress,
+) -> Result<PackDiffReport> {
+    snapshot(store, options, &AtRest, progress)
+}
+
+/// Packs the upper of what `halt` halts, as it was at one moment, and publishes it.
+///
+/// # Errors
+/// [`PackError`], naming the file concerned. Nothing is published then, and what was halted goes
+/// on.
+pub fn snapshot(
+    store: &LayerStore,
+    options: &PackDiffOptions,
+    halt: &dyn Halt,
     progress: &dyn Progress,
 ) -> Result<PackDiffReport> {
     let clock = crate::cpu::Clock::start();
@@ -33,6 +69,10 @@ pub fn pack_diff(
         });
     }
     let filter = Filter::new(&options.excludes, &options.xattrs, &options.limits)?;
+    let scrub = options
+        .rules
+        .as_ref()
+        .map(|rules| Scrub::new(rules, &options.upper, &options.lowers));
     let view = Upper {
         xattrs: &filter.xattrs,
         marks: options.overlay_xattrs,
@@ -41,51 +81,304 @@ pub fn pack_diff(
             gid_map: options.gid_map.clone(),
             all_root: false,
         })?,
+        scrub: scrub.as_ref(),
     };
-    let mut layer = Layer::new(false);
-    let read = read(store, options, &filter, &view, &mut layer, progress);
+    // Before anything is halted: a store that is away is so without a sandbox that waits for it.
+    let mut writer = match options.dry_run {
+        true => None,
+        false => Some(store.writer(WriterOptions {
+            level: options.level,
+            jobs: options.jobs,
+            ..WriterOptions::default()
+        })?),
+    };
+    let mut taking = Taking {
+        options,
+        filter: &filter,
+        view: &view,
+        scrub: scrub.as_ref(),
+        halt,
+        progress,
+        captured: Captured::default(),
+        git: options.git_index.then(Git::default),
+        frozen: Vec::new(),
+        again: Vec::new(),
+    };
+    let mut layer = taking.take(writer.as_mut())?;
     let mut warnings = std::mem::take(&mut layer.warnings);
-    let made = read.and_then(|writer| {
-        progress.phase("publish");
-        layer.settle()?;
-        warnings.absorb(std::mem::take(&mut layer.warnings));
-        let mut finished = layout::finish(layer, options.reference.clone(), options.level)?;
-        let draft = &mut finished.draft;
-        draft.platform.clone_from(&options.platform);
-        draft.parents.clone_from(&options.stack);
-        draft.labels.clone_from(&options.labels);
-        draft.annotations.clone_from(&options.annotations);
-        let published = writer.finish(finished.draft)?;
-        Ok((published, finished.counts, finished.meta_bytes))
-    });
-    let ((published, counts, meta_bytes), warnings) = warnings.close(made, progress)?;
+    for path in taking.again.iter().take(NAMED) {
+        warnings.add(format!(
+            "{} changed after the sandbox went on, and was read while it was halted again",
+            crate::show(path)
+        ));
+    }
+    if taking.again.len() > NAMED {
+        let more = taking.again.len() - NAMED;
+        warnings.add(format!("{more} more files changed in the same way"));
+    }
+    let scrubbed = match &scrub {
+        None => ScrubReport::default(),
+        Some(scrub) => {
+            let refused = scrub.refusal();
+            let report = scrub.report(&options.lowers);
+            if let Some(refused) = refused.filter(|_| !options.dry_run) {
+                return Err(warnings.tell(refused, progress));
+            }
+            report
+        }
+    };
+    let (frozen, copied) = (taking.frozen, taking.captured.copied);
+    let made = publish(
+        store,
+        options,
+        layer,
+        writer,
+        taking.git,
+        &mut warnings,
+        progress,
+    );
+    let Made {
+        published,
+        counts,
+        meta_bytes,
+        git,
+    } = match made {
+        Ok(made) => made,
+        Err(error) => return Err(warnings.tell(error, progress)),
+    };
+    let mut lines = warnings.into_vec();
+    if let Some(published) = &published {
+        lines.extend(published.warnings.iter().cloned());
+    }
     Ok(PackDiffReport {
         published,
         counts,
         meta_bytes,
-        warnings,
+        warnings: lines,
         cpu_seconds: clock.seconds(),
+        scrub: scrubbed,
+        frozen,
+        copied_files: copied,
+        git,
     })
 }
 
-/// Reads the upper into `layer`; its contents go through the writer that comes back.
-fn read(
+/// What was published, if anything, and what is in it.
+struct Made {
+    published: Option<layerpack_store::Published>,
+    counts: crate::options::EntryCounts,
+    meta_bytes: u64,
+    git: Vec<GitIndex>,
+}
+
+fn publish(
     store: &LayerStore,
     options: &PackDiffOptions,
-    filter: &Filter,
-    view: &Upper<'_>,
-    layer: &mut Layer,
+    mut layer: Layer,
+    mut writer: Option<LayerWriter>,
+    git: Option<Git>,
+    warnings: &mut Warnings,
     progress: &dyn Progress,
-) -> Result<LayerWriter> {
-    let mut writer = store.writer(WriterOptions {
-        level: options.level,
-        jobs: options.jobs,
-        ..WriterOptions::default()
-    })?;
-    progress.phase("scan");
-    let mut source = DirSource::open(&options.upper, view, filter, options.limits, progress)?;
-    source.scan(layer, NodeId::ROOT, true)?;
-    progress.phase("read");
-    source.store(layer, &mut writer, None)?;
-    Ok(writer)
+) -> Result<Made> {
+    progress.phase("publish");
+    layer.settle()?;
+    warnings.absorb(std::mem::take(&mut layer.warnings));
+    let mut stack = options.stack.clone();
+    if !options.squash.is_empty() && !options.dry_run {
+        layer = squashed(store, &options.squash, &layer, &mut stack, warnings)?;
+    }
+    let indexes = match (git, &mut writer) {
+        (Some(mut git), Some(writer)) => git.refresh(&mut layer, writer)?,
+        _ => Vec::new(),
+    };
+    let mut finished = layout::finish(layer, options.reference.clone(), options.level)?;
+    let draft = &mut finished.draft;
+    draft.platform.clone_from(&options.platform);
+    draft.parents = stack;
+    draft.labels.clone_from(&options.labels);
+    draft.annotations.clone_from(&options.annotations);
+    if let Some(rules) = &options.rules {
+        let digest = rules.digest().to_string();
+        draft.parameters.insert("scrub-rules".to_owned(), digest);
+    }
+    let published = match writer {
+        None => None,
+        Some(writer) => Some(writer.finish(finished.draft)?),
+    };
+    Ok(Made {
+        published,
+        counts: finished.counts,
+        meta_bytes: finished.meta_bytes,
+        git: indexes,
+    })
+}
+
+/// The layer over those that it is to take in, which leave the stack.
+fn squashed(
+    store: &LayerStore,
+    squash: &[ParentRef],
+    layer: &Layer,
+    stack: &mut Vec<ParentRef>,
+    warnings: &mut Warnings,
+) -> Result<Layer> {
+    let invalid = |why: &str| PackError::InvalidOption {
+        option: "squash".to_owned(),
+        why: why.to_owned(),
+    };
+    let kept = stack.len().saturating_sub(squash.len());
+    let top = stack.get(kept..).unwrap_or_default();
+    if !top
+        .iter()
+        .map(|p| p.manifest)
+        .eq(squash.iter().map(|p| p.manifest))
+    {
+        return Err(invalid(
+            "it names other layers than those on top of the stack",
+        ));
+    }
+    let mut manifests = Vec::with_capacity(squash.len());
+    for parent in squash {
+        let manifest = store.manifest(&parent.manifest)?;
+        if manifest.kind != Kind::Diff {
+            return Err(invalid("only diffs can be taken in"));
+        }
+        manifests.push((parent.manifest, manifest));
+    }
+    let mut below = merge::stack(store, &manifests, false, warnings)?;
+    merge::overlay::apply(&mut below, layer)?;
+    stack.truncate(kept);
+    Ok(below)
+}
+
+/// A snapshot that is being taken.
+struct Taking<'a> {
+    options: &'a PackDiffOptions,
+    filter: &'a Filter,
+    view: &'a Upper<'a>,
+    scrub: Option<&'a Scrub<'a>>,
+    halt: &'a dyn Halt,
+    progress: &'a dyn Progress,
+    captured: Captured,
+    git: Option<Git>,
+    /// For how long it was halted, each time.
+    frozen: Vec<Duration>,
+    /// Files that changed before they could be read.
+    again: Vec<Vec<u8>>,
+}
+
+impl Taking<'_> {
+    /// The upper as it was at one moment, contents and all.
+    fn take(&mut self, mut writer: Option<&mut LayerWriter>) -> Result<Layer> {
+        let mut round = 0;
+        loop {
+            round += 1;
+            match self.round(round, writer.as_deref_mut()) {
+                Ok(layer) if self.captured.changed.is_empty() => return Ok(layer),
+                Err(PackError::Changed { path, what }) if round >= ROUNDS => {
+                    return Err(PackError::Changed { path, what });
+                }
+                Ok(_) if round >= ROUNDS => {
+                    let path = self.captured.changed.first();
+                    return Err(PackError::Changed {
+                        path: path.map_or_else(String::new, |path| crate::show(path)),
+                        what: "also while the sandbox was halted".to_owned(),
+                    });
+                }
+                Ok(_) => {
+                    let changed = std::mem::take(&mut self.captured.changed);
+                    for path in changed {
+                        if !self.again.contains(&path) && self.again.len() < 10_000 {
+                            self.again.push(path);
+                        }
+                    }
+                }
+                Err(PackError::Changed { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn round(&mut self, round: u32, mut writer: Option<&mut LayerWriter>) -> Result<Layer> {
+        let options = self.options;
+        self.captured.restart();
+        if let Some(scrub) = self.scrub {
+            scrub.restart();
+        }
+        let mut layer = Layer::new(false);
+        let halted = Halted::begin(self.halt)?;
+        if round == 1 {
+            self.progress.phase("scan");
+        }
+        let mut source = DirSource::open(
+            &options.upper,
+            self.view,
+            self.filter,
+            options.limits,
+            self.progress,
+        )?;
+        source.scan(&mut layer, NodeId::ROOT, true)?;
+        let live = round == 1 && tells_changes(&options.upper) && clock_goes_on(&source);
+        let mut halted = Some(halted);
+        if live {
+            self.let_go(&mut halted)?;
+        }
+        if round == 1 {
+            self.progress.phase("read");
+        }
+        if let Some(scratch) = &options.scratch {
+            source.copy_large(&mut self.captured, scratch);
+        }
+        for which in [Which::InPlace, Which::Copied] {
+            source.capture(
+                which,
+                &mut layer,
+                writer.as_deref_mut(),
+                &mut self.captured,
+                self.scrub,
+                self.git.as_mut(),
+            )?;
+            // What is copied by reference can wait.
+            self.let_go(&mut halted)?;
+        }
+        if let Some(scrub) = self.scrub {
+            layer.take_out(&self.captured.left_out)?;
+            layer.prune_empty(&scrub.emptied())?;
+        }
+        Ok(layer)
+    }
+
+    fn let_go(&mut self, halted: &mut Option<Halted<'_>>) -> Result<()> {
+        if let Some(halted) = halted.take() {
+            self.frozen.push(halted.end()?);
+        }
+        Ok(())
+    }
+}
+
+/// Whether every later write to a file of this directory's filesystem shows in its change time,
+/// also one through a memory map that was there before: those that write pages back protect them
+/// against writing then.
+fn tells_changes(upper: &Path) -> bool {
+    const EXT4: i64 = 0xef53;
+    const XFS: i64 = 0x5846_5342;
+    const BTRFS: i64 = 0x9123_683e;
+    const F2FS: i64 = 0xf2f5_2010;
+    rustix::fs::statfs(upper).is_ok_and(|stat| [EXT4, XFS, BTRFS, F2FS].contains(&stat.f_type))
+}
+
+/// Waits until the clock that change times are taken from is past those of all files, so that a
+/// later change leaves another one. `false`: it does not get there, as after it was set back.
+fn clock_goes_on(source: &DirSource<'_>) -> bool {
+    let Some((sec, nsec)) = source.latest_change() else {
+        return true;
+    };
+    for _ in 0..TICK_WAIT {
+        let now = clock_gettime(ClockId::RealtimeCoarse);
+        let passed = (now.tv_sec, u64::try_from(now.tv_nsec).unwrap_or_default()) > (sec, nsec);
+        if passed {
+            return true;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    false
 }

@@ -12,11 +12,9 @@ use crate::dir::{Meaning, View, metadata};
 use crate::error::{PackError, Result};
 use crate::options::OverlayXattrs;
 use crate::owner::Ownership;
+use crate::scrub::{Scrub, Verdict};
 use crate::warnings::Warnings;
 use crate::xattrs::{Allowed, is_overlay};
-
-/// Readings of a file that changes before giving up.
-const RETRIES: u32 = 3;
 
 /// See the module's documentation.
 pub(crate) struct Upper<'a> {
@@ -26,6 +24,8 @@ pub(crate) struct Upper<'a> {
     pub marks: OverlayXattrs,
     /// How ids on disk become those of the layer.
     pub owners: Ownership,
+    /// What must not leave.
+    pub scrub: Option<&'a Scrub<'a>>,
 }
 
 impl Upper<'_> {
@@ -34,6 +34,15 @@ impl Upper<'_> {
             OverlayXattrs::Trusted => b"trusted.overlay.",
             OverlayXattrs::User => b"user.overlay.",
         }
+    }
+
+    /// Removals stay, whatever the rules say of their paths: nothing would come of them but that
+    /// something shows which the sandbox took away.
+    fn removed(&self, path: &[u8]) -> Meaning {
+        if let Some(scrub) = self.scrub {
+            scrub.removed(path);
+        }
+        Meaning::Whiteout
     }
 
     /// Splits the overlay's own attributes off, by the name after their prefix.
@@ -78,12 +87,12 @@ impl View for Upper<'_> {
     ) -> Result<Meaning> {
         let kind = FileType::from_raw_mode(stat.st_mode);
         if kind == FileType::CharacterDevice && stat.st_rdev == 0 {
-            return Ok(Meaning::Whiteout);
+            return Ok(self.removed(path));
         }
         let marks = self.take_marks(path, &mut xattrs, warnings);
         let mark = |name: &str| marks.get(name.as_bytes());
         if kind == FileType::RegularFile && stat.st_size == 0 && mark("whiteout").is_some() {
-            return Ok(Meaning::Whiteout);
+            return Ok(self.removed(path));
         }
         if mark("metacopy").is_some() {
             let why =
@@ -100,10 +109,12 @@ impl View for Upper<'_> {
         self.xattrs.filter(path, &mut xattrs, warnings)?;
         let mut metadata = metadata(stat, xattrs);
         self.owners.apply(path, &mut metadata, warnings)?;
+        if let Some(scrub) = self.scrub {
+            let size = u64::try_from(stat.st_size).unwrap_or_default();
+            if scrub.entry(path, kind, size, &metadata) == Verdict::Leave {
+                return Ok(Meaning::Nothing);
+            }
+        }
         Ok(Meaning::Entry { metadata, opaque })
-    }
-
-    fn retries(&self) -> u32 {
-        RETRIES
     }
 }

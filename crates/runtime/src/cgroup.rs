@@ -146,7 +146,7 @@ impl Hierarchies {
     /// Looks which hierarchies there are.
     ///
     /// # Errors
-    /// If there are none: without, a sandbox can be neither frozen nor limited.
+    /// If there are none: without, a sandbox cannot be limited.
     pub(crate) fn detect(parent: &str) -> Result<Self> {
         let root = Path::new("/sys/fs/cgroup");
         let mut found = Self {
@@ -177,7 +177,8 @@ impl Hierarchies {
         if found.v2.is_none() && found.v1.is_empty() {
             found.search()?;
         }
-        if found.v2.is_none() && found.v1(Controller::Freezer).is_none() {
+        // Without a freezer sandboxes are halted by signals.
+        if found.v2.is_none() && found.v1.is_empty() {
             return Err(error(
                 root,
                 "no control group hierarchy is mounted: mount cgroup2 there",
@@ -483,6 +484,11 @@ impl Group {
         }
     }
 
+    /// Whether there is a freezer.
+    pub(crate) fn can_freeze(&self) -> bool {
+        self.freezer().is_ok()
+    }
+
     /// Lets all processes go on.
     ///
     /// # Errors
@@ -549,6 +555,13 @@ impl Group {
         if self.v2.is_none() {
             let _ = self.thaw();
         }
+    }
+
+    /// Its processes, by their host ids; `None` without a group.
+    pub(crate) fn members(&self) -> Option<Vec<i32>> {
+        let dir = self.directories().find(|dir| dir.exists())?;
+        let pids = self.processes(dir);
+        Some(pids.iter().map(|pid| pid.as_raw_nonzero().get()).collect())
     }
 
     fn processes(&self, dir: &Path) -> Vec<rustix::process::Pid> {

@@ -18,6 +18,9 @@ use crate::user;
 /// `PATH` of commands unless the sandbox or the command sets it.
 const DEFAULT_PATH: &[u8] = b"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
+/// Added to it where there is a channel.
+const CHANNEL_PATH: &[u8] = b":/dev/layerpack";
+
 fn c_string(what: &'static str, bytes: impl Into<Vec<u8>>) -> Result<CString> {
     CString::new(bytes).map_err(|_| RuntimeError::InvalidSpec {
         what,
@@ -88,7 +91,11 @@ fn environment(
         env.insert(name.to_vec(), value.to_vec());
         Ok(())
     };
-    set(b"PATH", DEFAULT_PATH)?;
+    if spec.channel {
+        set(b"PATH", &[DEFAULT_PATH, CHANNEL_PATH].concat())?;
+    } else {
+        set(b"PATH", DEFAULT_PATH)?;
+    }
     set(b"HOME", home)?;
     set(b"HOSTNAME", spec.hostname().as_bytes())?;
     if command.terminal.is_some() {

@@ -126,7 +126,7 @@ pub(crate) fn launch(
     .map_err(|e| setup("making a socket", e))?;
     let init = start_init(spec, group, program, &theirs, command.is_some())?;
     drop(theirs);
-    let result = hand_over(spec, dirs, group, &init, &socket, command);
+    let result = hand_over(spec, dirs, group, &init, &socket, program, command);
     // If PID 1 was not executed at all, that is the reason for anything later.
     init.launched.wait_exec()?.map_err(|failure| {
         setup(
@@ -231,6 +231,7 @@ fn hand_over(
     group: &Group,
     init: &Init,
     socket: &OwnedFd,
+    program: Option<&Path>,
     command: Option<(&ExecSpec, Streams)>,
 ) -> Result<(Option<Session>, String)> {
     let launched = &init.launched;
@@ -246,7 +247,7 @@ fn hand_over(
     launched.open_gate()?;
 
     let terminal = command.as_ref().and_then(|(exec, _)| exec.terminal);
-    let mounts = mounts::make(spec, dirs, userns.as_fd(), terminal.is_some())?;
+    let mounts = mounts::make(spec, dirs, userns.as_fd(), terminal.is_some(), program)?;
     let mut head = Head::new(spec.hostname().to_owned(), mounts.sys.is_none());
     if !group.is_unified() {
         head.v1_controllers = Some(
@@ -263,6 +264,10 @@ fn hand_over(
         mounts.shm.as_fd(),
     ];
     fds.extend(mounts.sys.as_ref().map(AsFd::as_fd));
+    if let Some((directory, program)) = &mounts.channel {
+        head.channel = true;
+        fds.extend([directory.as_fd(), program.as_fd()]);
+    }
     let Some((exec, streams)) = command else {
         protocol::send_request(socket.as_fd(), head, None, &fds)?;
         return Ok((None, String::new()));

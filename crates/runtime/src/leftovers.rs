@@ -133,6 +133,7 @@ impl Sandboxes {
                 read_only: false,
                 no_new_privileges: false,
                 env: Vec::new(),
+                channel: false,
                 lease: Some(id.to_string()),
                 labels: BTreeMap::new(),
             },
@@ -140,6 +141,7 @@ impl Sandboxes {
             pid: None,
             created: UNIX_EPOCH,
             upper: self.layout.directories(id).upper,
+            channel: self.layout.directories(id).channel,
             one_shot: false,
         }
     }

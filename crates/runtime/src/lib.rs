@@ -22,6 +22,7 @@ mod cgroup;
 mod command;
 mod delete;
 pub mod error;
+mod freeze;
 mod init;
 mod launch;
 mod leftovers;
@@ -32,11 +33,13 @@ mod sandboxes;
 mod seccomp;
 mod session;
 pub mod spec;
+mod stop;
 mod user;
 
 pub use error::{Result, RuntimeError};
+pub use freeze::{FreezeGuard, HaltedBy, Hold};
 pub use init::{INIT_ARG0, init_main};
-pub use sandboxes::{FreezeGuard, Sandbox, SandboxState, Sandboxes, SandboxesOptions, SweepReport};
+pub use sandboxes::{Sandbox, SandboxState, Sandboxes, SandboxesOptions, SweepReport};
 pub use spec::{
     ExecSpec, Exit, IdMap, Limits, Network, SandboxId, SandboxName, SandboxSpec, StackLayer,
     Streams, Terminal,

@@ -48,6 +48,8 @@ pub(crate) const TTY_GROUP: u32 = 5;
 pub(crate) struct Directories {
     pub(crate) upper: PathBuf,
     pub(crate) work: PathBuf,
+    /// Shown inside as `/dev/layerpack`, if the specification says so.
+    pub(crate) channel: PathBuf,
     /// Used on old kernels only; made when needed.
     pub(crate) scratch: PathBuf,
 }
@@ -61,6 +63,8 @@ pub(crate) struct Mounts {
     pub(crate) shm: OwnedFd,
     /// The host's `/sys`, if the sandbox shares its network.
     pub(crate) sys: Option<OwnedFd>,
+    /// The channel's directory, and the program in it.
+    pub(crate) channel: Option<(OwnedFd, OwnedFd)>,
 }
 
 fn setup(step: &str) -> impl FnOnce(Errno) -> RuntimeError {
@@ -82,6 +86,7 @@ pub(crate) fn make(
     dirs: &Directories,
     userns: BorrowedFd<'_>,
     console: bool,
+    program: Option<&Path>,
 ) -> Result<Mounts> {
     let map = spec.id_map;
     let (base, group) = (
@@ -90,7 +95,7 @@ pub(crate) fn make(
     );
     Ok(Mounts {
         root: root(spec, dirs, userns)?,
-        dev: dev(map, console)?,
+        dev: dev(map, console, spec.channel)?,
         pts: mount::simple(
             "devpts",
             &[("gid", &group), ("mode", "0620"), ("ptmxmode", "0666")],
@@ -112,7 +117,33 @@ pub(crate) fn make(
             Network::None => None,
             Network::Host => Some(host_sys()?),
         },
+        channel: match spec.channel {
+            false => None,
+            true => Some(channel(dirs, program)?),
+        },
     })
+}
+
+/// The channel's directory and the program that speaks through it, neither to be written.
+fn channel(dirs: &Directories, program: Option<&Path>) -> Result<(OwnedFd, OwnedFd)> {
+    let flags = MountFlags::MOUNT_ATTR_RDONLY
+        | MountFlags::MOUNT_ATTR_NOSUID
+        | MountFlags::MOUNT_ATTR_NODEV;
+    let program = mount::bind(program.unwrap_or(Path::new("/proc/self/exe")))?;
+    let mode = rustix::fs::fstat(&program)
+        .map_err(setup("looking at the program for the channel"))?
+        .st_mode;
+    if mode & 0o005 != 0o005 {
+        return Err(RuntimeError::Setup {
+            step: "showing the program of the channel".to_owned(),
+            problem: "not everybody may execute it: chmod a+rx the layerpack binary".to_owned(),
+        });
+    }
+    let directory = mount::bind(&dirs.channel)?;
+    for mount in [&directory, &program] {
+        mount::set_attr(mount.as_fd(), flags, MountFlags::empty(), false)?;
+    }
+    Ok((directory, program))
 }
 
 fn host_sys() -> Result<OwnedFd> {
@@ -293,7 +324,7 @@ fn mount_points(root: &OwnedFd, map: IdMap) -> Result<()> {
     Ok(())
 }
 
-fn dev(map: IdMap, console: bool) -> Result<OwnedFd> {
+fn dev(map: IdMap, console: bool, channel: bool) -> Result<OwnedFd> {
     let base = map.base.to_string();
     let fd = mount::simple(
         "tmpfs",
@@ -324,6 +355,11 @@ fn dev(map: IdMap, console: bool) -> Result<OwnedFd> {
     for name in ["pts", "shm", "mqueue"] {
         rustix::fs::mkdirat(&fd, name, Mode::from_raw_mode(0o755))
             .and_then(|()| own(name, 0o755))
+            .map_err(setup("filling /dev"))?;
+    }
+    if channel {
+        rustix::fs::mkdirat(&fd, "layerpack", Mode::from_raw_mode(0o755))
+            .and_then(|()| own("layerpack", 0o755))
             .map_err(setup("filling /dev"))?;
     }
     if console {
@@ -389,12 +425,14 @@ mod tests {
             read_only: false,
             no_new_privileges: false,
             env: Vec::new(),
+            channel: false,
             lease: None,
             labels: BTreeMap::new(),
         };
         let dirs = Directories {
             upper: path("upper"),
             work: path("work"),
+            channel: path("channel"),
             scratch: path("scratch"),
         };
         let root = overlay_of_attached(&spec, &dirs, userns.as_fd()).unwrap();

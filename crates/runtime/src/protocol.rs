@@ -65,6 +65,8 @@ pub(crate) struct Head {
     pub(crate) v1_controllers: Option<Vec<String>>,
     /// Number of the terminal to show as `/dev/console`.
     pub(crate) console: Option<u32>,
+    /// There is a channel.
+    pub(crate) channel: bool,
     /// The command of a one-shot sandbox.
     command: Option<CommandHead>,
 }
@@ -87,8 +89,8 @@ struct CommandHead {
 pub(crate) struct Request {
     pub(crate) head: Head,
     pub(crate) command: Option<Plan>,
-    /// Mounts first (root, dev, pts, shm, and sys unless `own_network`), then
-    /// the command's three streams.
+    /// Mounts first (root, dev, pts, shm, sys unless `own_network`, the channel's
+    /// directory and program if there is one), then the command's three streams.
     pub(crate) fds: Vec<OwnedFd>,
 }
 
@@ -114,6 +116,7 @@ impl Head {
             own_network,
             v1_controllers: None,
             console: None,
+            channel: false,
             command: None,
         }
     }

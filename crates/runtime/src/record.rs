@@ -5,8 +5,11 @@
 //! ROOT/names/NAME          symbolic link, its text is the id
 //! ROOT/ID/lock             held while a launcher works on the sandbox (one-shot: all its life)
 //! ROOT/ID/freeze.lock      held while somebody keeps it frozen
+//! ROOT/ID/pack.lock        held while somebody makes a snapshot of it
+//! ROOT/ID/stopped          there while it is halted by signals
 //! ROOT/ID/record.json      see [`Record`]
 //! ROOT/ID/upper, work      of the overlay
+//! ROOT/ID/channel          shown inside as /dev/layerpack, if the specification says so
 //! ROOT/.deleting-ID        on its way out
 //! ```
 //!
@@ -31,6 +34,8 @@ use crate::spec::{SandboxId, SandboxName, SandboxSpec};
 const FORMAT: u32 = 1;
 /// Largest record that is read, in bytes.
 const RECORD_LIMIT: u64 = 4 << 20;
+/// Where the launching program is shown in a channel's directory.
+const PROGRAM: &str = "pack_diff";
 /// Begin of the names of directories that are being deleted.
 pub(crate) const DELETING: &str = ".deleting-";
 
@@ -157,6 +162,7 @@ impl Layout {
         Directories {
             upper: dir.join("upper"),
             work: dir.join("work"),
+            channel: dir.join("channel"),
             scratch: dir.join("scratch"),
         }
     }
@@ -188,6 +194,14 @@ impl Layout {
             }
             fs_err::create_dir(dir.join("upper"))?;
             fs_err::create_dir(dir.join("work"))?;
+            if spec.channel {
+                let channel = dir.join("channel");
+                fs_err::create_dir(&channel)?;
+                // Whatever the caller's umask is: every user of the sandbox comes here.
+                rustix::fs::chmod(&channel, Mode::from_raw_mode(0o755))
+                    .map_err(std::io::Error::from)?;
+                fs_err::write(channel.join(PROGRAM), "")?;
+            }
             Ok(())
         };
         match rest() {
@@ -288,6 +302,11 @@ impl Layout {
     /// Takes the right to freeze a sandbox; `None` if somebody has it.
     pub(crate) fn freeze_lock(&self, id: &SandboxId) -> Result<Option<Lock>> {
         try_lock(&self.dir(id).join("freeze.lock"))
+    }
+
+    /// Takes the right to pack a sandbox; `None` if somebody has it.
+    pub(crate) fn pack_lock(&self, id: &SandboxId) -> Result<Option<Lock>> {
+        try_lock(&self.dir(id).join("pack.lock"))
     }
 
     pub(crate) fn write(&self, record: &Record) -> Result<()> {

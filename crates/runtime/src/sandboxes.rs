@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use layerpack_sys::process::{self, Join, Launch, Launched, Program};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -37,6 +37,8 @@ pub struct SandboxesOptions {
     pub init: Option<PathBuf>,
     /// Control group below which each sandbox gets its own.
     pub cgroup_parent: String,
+    /// Halt sandboxes by signals also where control groups can freeze.
+    pub stop_by_signals: bool,
 }
 
 /// The sandboxes below one directory.
@@ -73,6 +75,8 @@ pub struct Sandbox {
     pub created: SystemTime,
     /// The upper directory: files with host ids, see [`SandboxSpec::id_map`].
     pub upper: PathBuf,
+    /// The directory that its processes see as `/dev/layerpack`, if its specification says so.
+    pub channel: PathBuf,
     /// It belongs to a running [`Sandboxes::run`] and goes away with it.
     pub one_shot: bool,
 }
@@ -88,33 +92,6 @@ pub struct SweepReport {
     pub dead: Vec<SandboxId>,
     /// Leases of the sandboxes removed.
     pub leases: Vec<String>,
-}
-
-/// Keeps a sandbox frozen until it is dropped.
-#[derive(Debug)]
-pub struct FreezeGuard {
-    /// How long freezing took.
-    pub froze_in: Duration,
-    group: Option<Group>,
-    _lock: Lock,
-}
-
-impl FreezeGuard {
-    /// Lets the sandbox go on, and says if that failed.
-    ///
-    /// # Errors
-    /// If the control group cannot be written.
-    pub fn thaw(mut self) -> Result<()> {
-        self.group.take().map_or(Ok(()), |group| group.thaw())
-    }
-}
-
-impl Drop for FreezeGuard {
-    fn drop(&mut self) {
-        if let Some(group) = self.group.take() {
-            let _ = group.thaw();
-        }
-    }
 }
 
 /// A sandbox that is being made; removed on drop unless it was finished.
@@ -170,6 +147,10 @@ impl Sandboxes {
             layout,
             hierarchies,
         })
+    }
+
+    pub(crate) fn stops_by_signals(&self) -> bool {
+        self.options.stop_by_signals
     }
 
     fn make<'a>(
@@ -377,15 +358,7 @@ impl Sandboxes {
         )
     }
 
-    /// Lets a sandbox go on whose freezer has died.
-    fn heal(&self, id: &SandboxId, group: &Group) -> Result<()> {
-        if group.is_frozen().unwrap_or(false) && self.layout.freeze_lock(id)?.is_some() {
-            group.thaw()?;
-        }
-        Ok(())
-    }
-
-    fn record(&self, id: &SandboxId) -> Result<Record> {
+    pub(crate) fn record(&self, id: &SandboxId) -> Result<Record> {
         self.layout.read(id)?.ok_or_else(|| RuntimeError::Busy {
             id: id.clone(),
             by: "it is still being made",
@@ -403,6 +376,7 @@ impl Sandboxes {
         };
         Sandbox {
             upper: self.layout.directories(id).upper,
+            channel: self.layout.directories(id).channel,
             created: record.created(),
             one_shot: record.one_shot,
             spec: record.spec,
@@ -485,6 +459,9 @@ impl Sandboxes {
         let Some(_freeze) = self.layout.freeze_lock(&id)? else {
             return Err(busy("it is frozen for a snapshot"));
         };
+        let Some(_pack) = self.layout.pack_lock(&id)? else {
+            return Err(busy("a snapshot of it is being made"));
+        };
         self.destroy(&id, Some(&record), &group)?;
         Ok(sandbox)
     }
@@ -511,50 +488,6 @@ impl Sandboxes {
         match record {
             Some(record) => self.layout.delete(&record.spec),
             None => self.layout.delete_unknown(id),
-        }
-    }
-
-    /// Halts all processes of a sandbox until the guard is dropped. A dead
-    /// sandbox needs no halting, and is only kept from being removed.
-    ///
-    /// # Errors
-    /// [`RuntimeError::FreezeTimeout`] (the sandbox goes on then),
-    /// [`RuntimeError::Busy`] if somebody else keeps it frozen.
-    pub fn freeze(&self, name_or_id: &str, timeout: Duration) -> Result<FreezeGuard> {
-        let id = self.layout.find(name_or_id)?;
-        let record = self.record(&id)?;
-        let started = Instant::now();
-        let Some(lock) = self.layout.freeze_lock(&id)? else {
-            return Err(RuntimeError::Busy {
-                id,
-                by: "it is frozen for another snapshot",
-            });
-        };
-        if record.init.as_ref().and_then(InitProcess::alive).is_none() {
-            return Ok(FreezeGuard {
-                froze_in: Duration::ZERO,
-                group: None,
-                _lock: lock,
-            });
-        }
-        let group = self.hierarchies.group(&id, &record.spec.limits);
-        let mut guard = FreezeGuard {
-            froze_in: Duration::ZERO,
-            group: Some(group),
-            _lock: lock,
-        };
-        let frozen = guard
-            .group
-            .as_ref()
-            .map_or(Ok(false), |group| group.freeze(timeout))?;
-        guard.froze_in = started.elapsed();
-        if frozen {
-            Ok(guard)
-        } else {
-            Err(RuntimeError::FreezeTimeout {
-                id,
-                waited_ms: timeout.as_millis(),
-            })
         }
     }
 

@@ -171,6 +171,10 @@ pub struct SandboxSpec {
     pub no_new_privileges: bool,
     /// Environment that every command starts from; after the built-in `PATH` and so on.
     pub env: Vec<(String, String)>,
+    /// Show the directory [`crate::Sandbox::channel`] inside as `/dev/layerpack`, with the launching
+    /// program in it as `pack_diff`, both read-only.
+    #[serde(default)]
+    pub channel: bool,
     /// The caller's name of what keeps the lower directories there (a lease), for the record.
     pub lease: Option<String>,
     /// Free for the caller, for the record.

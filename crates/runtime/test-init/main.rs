@@ -36,6 +36,7 @@ fn launcher(args: Vec<String>) -> Result<u8, RuntimeError> {
         root: PathBuf::from(root),
         init: None,
         cgroup_parent: parent,
+        stop_by_signals: false,
     })?;
     let command = ExecSpec {
         argv: ["sh", "-c", &script].map(Into::into).to_vec(),
@@ -62,6 +63,7 @@ fn launcher(args: Vec<String>) -> Result<u8, RuntimeError> {
             read_only: false,
             no_new_privileges: false,
             env: Vec::new(),
+            channel: false,
             lease: None,
             labels: BTreeMap::new(),
         })

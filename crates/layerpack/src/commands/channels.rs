@@ -13,7 +13,7 @@ use layerpack_store::{Kind, LayerStore, Version};
 use serde::Serialize;
 
 use super::Outcome;
-use crate::args::{Command, ProfileCommand, SandboxCommand, TagArgs, UntagArgs};
+use crate::args::{Command, ProfileCommand, SandboxCommand, SnapshotCommand, TagArgs, UntagArgs};
 use crate::context::Context;
 use crate::output::{Table, note, print, printable, warning};
 use crate::stack::parse_reference;
@@ -182,10 +182,28 @@ pub(super) fn resolve(context: &Context, command: &mut Command) -> anyhow::Resul
             return replace(context, &mut args.transfer.refs, || context.store_at(&from));
         }
         Command::Sandbox(args) => match &mut args.command {
-            SandboxCommand::Create(args) => &mut args.refs,
+            SandboxCommand::Create(args) => match &mut args.from {
+                Some(from) => std::slice::from_mut(from),
+                None => &mut args.refs,
+            },
             SandboxCommand::Exec(_) | SandboxCommand::Ls | SandboxCommand::Rm(_) => return Ok(()),
         },
         Command::Mount(args) => return mount(context, &mut args.refs_and_dir),
+        Command::Checkout(args) => return mount(context, &mut args.refs_and_dir),
+        Command::Snapshot(args) => match &mut args.command {
+            SnapshotCommand::Inspect(args) => std::slice::from_mut(&mut args.reference),
+            SnapshotCommand::Squash(args) => std::slice::from_mut(&mut args.reference),
+            SnapshotCommand::Export(args) => std::slice::from_mut(&mut args.reference),
+            SnapshotCommand::Rebase(args) => {
+                replace(context, &mut args.onto, || context.store())?;
+                std::slice::from_mut(&mut args.reference)
+            }
+            SnapshotCommand::Diff(args) => {
+                replace(context, args.new.as_mut_slice(), || context.store())?;
+                std::slice::from_mut(&mut args.reference)
+            }
+            SnapshotCommand::Ls(_) | SnapshotCommand::Rm(_) => return Ok(()),
+        },
         // `rm` and the others do not take channels: what they do is meant for one version.
         _ => return Ok(()),
     };

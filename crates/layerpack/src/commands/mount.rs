@@ -19,6 +19,7 @@ use crate::api::StackRequest;
 use crate::args::MountArgs;
 use crate::client::Client;
 use crate::context::Context;
+use crate::depth;
 use crate::launch::release;
 use crate::mounts::Place;
 use crate::output::print;
@@ -39,7 +40,8 @@ struct Layer {
 
 pub(super) fn run(context: &Context, args: MountArgs) -> Outcome {
     let (references, dir) = split(args.refs_and_dir)?;
-    let layers = stack::resolve(&context.store()?, &references)?;
+    let store = context.store()?;
+    let layers = stack::resolve(&store, &references)?;
     let directory =
         fs_err::canonicalize(&dir).context("the mount point must exist (create it with mkdir)")?;
     if !directory.is_dir() {
@@ -48,7 +50,7 @@ pub(super) fn run(context: &Context, args: MountArgs) -> Outcome {
     outside_of_root(context.root(), &directory)?;
     let client = context.daemon("mounting layers")?;
     let claim = Claim::new(context, &client, &directory, &layers, args.rw)?;
-    let lowers = claim.stack_up(context, &layers)?;
+    let lowers = claim.stack_up(context, &depth::bounded(&store, &layers))?;
     let tree = merge(&lowers, args.rw.then(|| claim.place.upper_and_work()))?;
     mount::attach(tree.as_fd(), &directory)?;
     claim.keep();

@@ -1,28 +1,58 @@
 //! `layerpack pack-diff`: what a sandbox changed, as a diff layer.
 //!
-//! The sandbox is frozen while its upper is read, and thawed whatever happens: on errors by the
-//! guard, on SIGINT, SIGTERM and SIGHUP by [`Thaw`], which waits for them meanwhile.
+//! The sandbox is halted while names and metadata are read, and thawed whatever happens: on errors
+//! by the guard, on SIGINT, SIGTERM and SIGHUP by [`Thaw`], which waits for them meanwhile, and
+//! after `kill -9` by the daemon, which watches this process.
 
+use std::path::Path;
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::SystemTime;
 
-use anyhow::Context as _;
-use layerpack_packer::{IdMapRange, PackDiffOptions};
-use layerpack_runtime::Sandbox;
-use layerpack_store::{Kind, LayerName, ParentRef, Reference, Version};
+use anyhow::{Context as _, bail};
+use layerpack_packer::{
+    Findings, IdMapRange, LowerLayer, PackDiffOptions, Rules, ScrubReport, Tally, snapshot,
+};
+use layerpack_runtime::{Sandbox, SandboxState};
+use layerpack_store::{Kind, LayerName, LayerStore, ParentRef, Reference, Version};
+use serde::Serialize;
 
 use super::Outcome;
 use super::build::{labels, warn};
 use crate::args::PackDiffArgs;
 use crate::context::{Context, require_root};
 use crate::launch::sandboxes;
+use crate::output::{Format, note, print, warning};
 use crate::progress::Reporter;
 use crate::published::{Published, platform};
 use crate::signing::Signer;
 use crate::thaw::Thaw;
+use crate::units::human_bytes;
 
-/// How long the processes of a sandbox may take to come to rest.
-const FREEZE: Duration = Duration::from_secs(30);
+/// The node's rules, in its root directory: they count where `--rules` says nothing.
+pub(crate) const NODE_RULES: &str = "scrub.toml";
+/// The name by which all built-in sets are asked for.
+const STANDARD: &str = "standard";
+/// Largest rules file in bytes.
+const MAX_RULES: u64 = 1 << 20;
+/// Findings that the text form of a report names.
+const SHOWN: usize = 20;
+
+/// A snapshot in `-o json`.
+#[derive(Debug, Serialize)]
+struct Packed {
+    #[serde(flatten)]
+    published: Published,
+    /// Nothing was published.
+    dry_run: bool,
+    /// For how long the sandbox was halted, each time, in milliseconds.
+    frozen_ms: Vec<f64>,
+    /// By what: `freezer`, `signals`, `nothing`.
+    halted_by: &'static str,
+    /// Large files that were copied by reference before they were read.
+    copied_files: u64,
+    /// What rules did.
+    report: ScrubReport,
+}
 
 pub(super) fn run(context: &Context, args: PackDiffArgs) -> Outcome {
     require_root("packing a sandbox")?;
@@ -33,45 +63,241 @@ pub(super) fn run(context: &Context, args: PackDiffArgs) -> Outcome {
     );
     let labels = labels(&args.label)?;
     let signer = Signer::new(&args.sign)?;
+    let rules = match args.no_rules {
+        true => None,
+        false => rules(context.root(), args.rules.as_deref())?,
+    };
     let store = context.store()?;
     let sandboxes = sandboxes(context.root())?;
     let sandbox = sandboxes.get(&args.sandbox)?;
+    let id = sandbox.spec.id.as_str();
+    let _hold = sandboxes.hold(id)?;
 
     let mut options = PackDiffOptions::new(reference, sandbox.upper.clone());
     (options.uid_map, options.gid_map) = id_maps(&sandbox);
     options.stack = parents(&sandbox)?;
+    if args.squash {
+        options.squash = diffs_on_top(&store, &options.stack)?;
+    }
     options.platform = platform(None);
     options.labels = labels;
     options.xattrs.extend(args.xattr);
+    options.excludes = args.exclude;
     options.level = args.level;
     options.jobs = args.jobs.map_or(0, usize::from);
+    options.git_index = args.git_index;
+    options.dry_run = args.dry_run;
+    options.lowers = lowers(&sandbox);
+    options.scratch = sandbox.upper.parent().map(Path::to_owned);
+    options.rules = rules;
 
-    // A dead sandbox changes no more, and is only kept from being removed meanwhile.
-    let frozen = Thaw::on_signals(sandboxes.freeze(sandbox.spec.id.as_str(), FREEZE)?)?;
+    if sandbox.state != SandboxState::Dead {
+        guard(context, id);
+    }
+    let thaw = Thaw::on_signals(&sandboxes, &sandbox)?;
     let reporter = Reporter::new(&options.reference.to_string(), context);
-    let report =
-        sync(&sandbox).and_then(|()| Ok(layerpack_packer::pack_diff(&store, &options, &reporter)?));
-    drop(frozen);
+    let report = snapshot(&store, &options, &thaw, &reporter);
+    let by = thaw.by();
+    drop(thaw);
     reporter.finish();
     let report = report?;
     warn(context, &report.warnings);
-    signer.sign(&store, &report.published.digest)?;
-    Published::new(
-        &report.published,
-        report.counts,
-        report.meta_bytes,
-        report.warnings,
-        report.cpu_seconds,
-    )
-    .print(context)?;
+    if let Some(published) = &report.published {
+        signer.sign(&store, &published.digest)?;
+    }
+    let packed = Packed {
+        published: Published::maybe(
+            &options.reference,
+            report.published.as_ref(),
+            report.counts,
+            report.meta_bytes,
+            report.warnings,
+            report.cpu_seconds,
+        )
+        .with_git(report.git),
+        dry_run: args.dry_run,
+        frozen_ms: report
+            .frozen
+            .iter()
+            .map(|frozen| (frozen.as_secs_f64() * 1e6).round() / 1e3)
+            .collect(),
+        halted_by: by.as_str(),
+        copied_files: report.copied_files,
+        report: report.scrub,
+    };
+    packed.print(context)?;
+    if args.dry_run && !packed.report.forbidden.is_empty() {
+        return Err(anyhow::anyhow!(
+            "rules forbid what the report names: without --dry-run this would have failed"
+        )
+        .into());
+    }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Has the kernel finish what the sandbox wrote.
-fn sync(sandbox: &Sandbox) -> anyhow::Result<()> {
-    let upper = fs_err::File::open(&sandbox.upper)?;
-    rustix::fs::syncfs(upper.file())
-        .with_context(|| format!("cannot sync {}", sandbox.upper.display()))
+impl Packed {
+    fn print(&self, context: &Context) -> std::io::Result<()> {
+        if !context.quiet && context.format == Format::Text {
+            self.published.note();
+            self.note();
+        }
+        print(context.format, self, |out| {
+            writeln!(out, "{}", self.published.line())
+        })
+    }
+
+    /// The report on stderr.
+    fn note(&self) {
+        let halted: Vec<String> = self.frozen_ms.iter().map(|ms| format!("{ms} ms")).collect();
+        match self.halted_by {
+            "nothing" => {}
+            "signals" => note(&format!(
+                "halted for {} by signals, since there is no freezer: its processes could see it",
+                halted.join(" and ")
+            )),
+            _ => note(&format!("frozen for {}", halted.join(" and "))),
+        }
+        let report = &self.report;
+        if report.rules.is_none() {
+            return;
+        }
+        let figures =
+            |tally: &Tally| format!("{} entries, {}", tally.entries, human_bytes(tally.bytes));
+        note(&format!("kept {}", figures(&report.kept)));
+        for (word, findings) in [
+            ("kept by rule", &report.kept_by_rule),
+            ("scrubbed", &report.scrubbed),
+            ("shortened", &report.shortened),
+            ("suspicious", &report.suspicious),
+            ("forbidden", &report.forbidden),
+        ] {
+            list(word, findings);
+        }
+        for below in report.still_below.iter().take(SHOWN) {
+            let shown = if below.visible {
+                "visible"
+            } else {
+                "hidden, but there"
+            };
+            warning(&format!(
+                "{} ({}) is still in {}: {shown}; `layerpack snapshot squash --all` makes one layer without it",
+                below.path,
+                below.rule,
+                below.layers.join(", "),
+            ));
+        }
+        if report.too_large.entries > 0 {
+            note(&format!(
+                "not looked into for their size: {}",
+                figures(&report.too_large)
+            ));
+        }
+    }
+}
+
+fn list(word: &str, findings: &Findings) {
+    if findings.is_empty() {
+        return;
+    }
+    let total = &findings.total;
+    note(&format!(
+        "{word}: {} entries, {}",
+        total.entries,
+        human_bytes(total.bytes)
+    ));
+    for found in findings.named.iter().take(SHOWN) {
+        let pattern = found
+            .pattern
+            .as_ref()
+            .map_or_else(String::new, |pattern| format!(": {pattern}"));
+        note(&format!(
+            "  {} ({}{pattern}) {}",
+            found.path,
+            found.rule,
+            human_bytes(found.bytes)
+        ));
+    }
+    if findings.named.len() > SHOWN {
+        note(&format!("  and {} more", findings.named.len() - SHOWN));
+    }
+}
+
+/// Has the daemon let the sandbox go on if this process dies. Without a daemon the next command in
+/// the sandbox does, and the next daemon.
+fn guard(context: &Context, id: &str) {
+    let guarded = context
+        .daemon("packing a sandbox")
+        .and_then(|client| Ok(client.guard(id, std::process::id())?));
+    if let Err(error) = guarded
+        && context.says_warnings()
+    {
+        warning(&format!(
+            "no daemon watches over the frozen sandbox: {error:#}"
+        ));
+    }
+}
+
+/// The rules that count: those of the file named, or of the node, if it has any.
+pub(crate) fn rules(root: &Path, named: Option<&Path>) -> anyhow::Result<Option<Rules>> {
+    let node = root.join(NODE_RULES);
+    let path = match named {
+        Some(path) => path,
+        None if node.symlink_metadata().is_ok() => &node,
+        None => return Ok(None),
+    };
+    let rules = Rules::parse(&rules_text(path)?, SystemTime::now())
+        .with_context(|| format!("cannot use {}", path.display()))?;
+    Ok(Some(rules))
+}
+
+/// The text of a rules file, or of the built-in rules.
+pub(crate) fn rules_text(path: &Path) -> anyhow::Result<String> {
+    if path == Path::new(STANDARD) {
+        return Ok(Rules::standard().to_owned());
+    }
+    let size = fs_err::metadata(path)?.len();
+    if size > MAX_RULES {
+        bail!("{} is no rules file: it has {size} bytes", path.display());
+    }
+    Ok(fs_err::read_to_string(path)?)
+}
+
+/// The diffs on top of a stack, from the lowest on.
+fn diffs_on_top(store: &LayerStore, stack: &[ParentRef]) -> anyhow::Result<Vec<ParentRef>> {
+    let mut on_top = Vec::new();
+    for parent in stack.iter().rev() {
+        if store.manifest(&parent.manifest)?.kind != Kind::Diff {
+            break;
+        }
+        on_top.push(parent.clone());
+    }
+    on_top.reverse();
+    Ok(on_top)
+}
+
+/// The layers below as they are mounted, topmost first.
+fn lowers(sandbox: &Sandbox) -> Vec<LowerLayer> {
+    let (paths, stack) = (&sandbox.spec.lowers, &sandbox.spec.stack);
+    // There may be one more on top: what the node made of implicit directories.
+    let own = paths.len().saturating_sub(stack.len());
+    // Rows of diffs may be mounted as one.
+    let named = own <= 1 && paths.len() >= stack.len();
+    paths
+        .iter()
+        .enumerate()
+        .skip(if named { own } else { 0 })
+        .map(|(index, path)| {
+            let layer = index
+                .checked_sub(own)
+                .and_then(|above| stack.len().checked_sub(above + 1))
+                .and_then(|at| stack.get(at))
+                .filter(|_| named);
+            LowerLayer {
+                name: layer.map_or_else(|| path.display().to_string(), |l| l.reference.clone()),
+                path: path.clone(),
+            }
+        })
+        .collect()
 }
 
 fn id_maps(sandbox: &Sandbox) -> (Vec<IdMapRange>, Vec<IdMapRange>) {

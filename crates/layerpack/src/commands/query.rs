@@ -10,7 +10,7 @@ use layerpack_store::{Digest, LayerStore, Manifest};
 use serde::Serialize;
 
 pub(super) use cat::cat;
-pub(super) use diff::diff;
+pub(super) use diff::{diff, show as show_difference};
 pub(super) use du::du;
 pub(super) use find::find;
 

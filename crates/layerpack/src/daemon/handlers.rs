@@ -14,9 +14,11 @@ use layerpack_layerfs::{LayerfsError, Node};
 use layerpack_store::{Digest, LayerStore, StoreError};
 use tokio::sync::Notify;
 
-use super::prune;
+use super::channels::Channels;
+use super::{guards, prune};
 use crate::api;
 use crate::failure::one_line;
+use crate::launch::sandboxes;
 use crate::policy::Policy;
 use crate::stores;
 
@@ -35,6 +37,8 @@ pub(super) struct Server {
     /// File of the signature policy.
     policy: PathBuf,
     stores: Mutex<HashMap<String, LayerStore>>,
+    /// The sockets of sandboxes.
+    pub(super) channels: Channels,
 }
 
 impl Server {
@@ -50,6 +54,7 @@ impl Server {
             stop,
             policy,
             stores: Mutex::new(HashMap::new()),
+            channels: Channels::default(),
         }
     }
 
@@ -97,6 +102,11 @@ impl Refusal {
             status,
             message: one_line(&error.into()),
         }
+    }
+
+    /// In these words.
+    pub(super) fn with(status: StatusCode, message: String) -> Self {
+        Self { status, message }
     }
 
     fn bad_request(message: String) -> Self {
@@ -195,6 +205,8 @@ pub(super) async fn release(
     State(server): State<Arc<Server>>,
     Path(id): Path<String>,
 ) -> Reply<api::Released> {
+    // A sandbox's lease has its id: with it goes the channel.
+    server.channels.close(&id);
     blocking(move || match server.node.release(&id) {
         Ok(()) => Ok(api::Released { released: true }),
         Err(LayerfsError::UnknownLease { .. }) => Ok(api::Released { released: false }),
@@ -248,6 +260,44 @@ pub(super) async fn record_end(
     .await
 }
 
+pub(super) async fn guard(
+    State(server): State<Arc<Server>>,
+    body: Result<Json<api::GuardRequest>, JsonRejection>,
+) -> Reply<api::Guarding> {
+    let request = parsed(body)?;
+    blocking(move || {
+        guards::watch(&server.info.root, &request.sandbox, request.pid)
+            .map_err(|error| Refusal::new(StatusCode::NOT_FOUND, error))?;
+        Ok(api::Guarding { guarding: true })
+    })
+    .await
+}
+
+pub(super) async fn channel(
+    State(server): State<Arc<Server>>,
+    body: Result<Json<api::ChannelRequest>, JsonRejection>,
+) -> Reply<api::ChannelOpen> {
+    let request = parsed(body)?;
+    let root = server.info.root.clone();
+    let found = blocking(move || {
+        sandboxes(&root)
+            .and_then(|all| Ok(all.get(&request.sandbox)?))
+            .map_err(|error| Refusal::new(StatusCode::NOT_FOUND, error))
+    });
+    let Json(sandbox) = found.await?;
+    if !sandbox.spec.channel {
+        return Err(Refusal::bad_request(format!(
+            "sandbox {} was made without a channel",
+            sandbox.spec.id
+        )));
+    }
+    server
+        .channels
+        .open(&server.info.root, &sandbox)
+        .map_err(|error| Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, error))?;
+    Ok(Json(api::ChannelOpen { open: true }))
+}
+
 pub(super) async fn stop(
     State(server): State<Arc<Server>>,
     body: Result<Json<api::StopRequest>, JsonRejection>,
@@ -295,7 +345,7 @@ fn stop_node(node: &Node, force: bool) -> Result<(), LayerfsError> {
     }
 }
 
-fn parsed<T>(body: Result<Json<T>, JsonRejection>) -> Result<T, Refusal> {
+pub(super) fn parsed<T>(body: Result<Json<T>, JsonRejection>) -> Result<T, Refusal> {
     match body {
         Ok(Json(request)) => Ok(request),
         Err(rejection) => Err(Refusal::bad_request(format!(

@@ -45,8 +45,13 @@ pub(crate) fn make(root: &Path) -> u64 {
 pub(crate) fn add(root: &Path, tool: &str) -> u64 {
     let program = find_tool(tool).unwrap_or_else(|| panic!("{tool} is missing on this machine"));
     let real = fs_err::canonicalize(&program).unwrap();
-    let mut bytes = copy(&real, &root.join("bin").join(tool));
-    for library in libraries(&program) {
+    copy(&real, &root.join("bin").join(tool)) + add_libraries(root, &program)
+}
+
+/// Adds the libraries of a program; gives the number of their bytes.
+pub(crate) fn add_libraries(root: &Path, program: &Path) -> u64 {
+    let mut bytes = 0;
+    for library in libraries(program) {
         let target = root.join(library.strip_prefix("/").unwrap());
         if !target.exists() {
             fs_err::create_dir_all(target.parent().unwrap()).unwrap();

@@ -6,6 +6,7 @@
 //! changes between the scan and the end of reading is an error.
 
 mod attributes;
+mod capture;
 mod file;
 mod open;
 mod read;
@@ -23,8 +24,9 @@ use crate::filter::Filter;
 use crate::options::{Limits, Progress};
 use crate::warnings::Warnings;
 
+pub(crate) use self::capture::{Captured, Which};
 pub(crate) use self::file::Identity;
-use self::open::{Dirs, Opener};
+pub(crate) use self::open::{Dirs, Opener, proc_path};
 
 /// Files up to this size come first, as in the layer.
 pub(crate) const SMALL: u64 = 4096;

@@ -278,6 +278,60 @@ fn behind(path: &Path) -> PathBuf {
     fs_err::canonicalize(path).unwrap_or_else(|_| path.to_owned())
 }
 
+/// Writes the topmost layer of a stack (digests of manifests, bottom first) to the file `path` as a
+/// layer of an image: a plain archive with whiteouts, for tools that put it on the others.
+///
+/// # Errors
+/// As [`export`].
+pub fn export_layer(
+    store: &LayerStore,
+    stack: &[Digest],
+    path: &Path,
+    progress: &dyn Progress,
+) -> Result<ExportReport> {
+    progress.phase("export");
+    let manifests = manifests(store, stack, "export")?;
+    let Some((top, below)) = manifests.split_last() else {
+        return Err(PackError::InvalidOption {
+            option: "layers".to_owned(),
+            why: "there is nothing to export; name a layer".to_owned(),
+        });
+    };
+    let mut warnings = Warnings::default();
+    let merged = match below.is_empty() {
+        true => None,
+        false => {
+            let mut merged = merge::stack(store, below, true, &mut warnings)?;
+            merge::overlay::bottom(&mut merged)?;
+            Some(merged)
+        }
+    };
+    let layer = merge::load(store, &top.1, false)?;
+    let mut contents = Contents::new(store, [&top.1])?;
+    let target = path.display().to_string();
+    let mut file = temporary(path)?;
+    let mut out = image::Sink::new(BufWriter::with_capacity(1 << 20, file.as_file_mut()));
+    Writing {
+        below: merged.as_ref(),
+        image: true,
+        target: &target,
+        progress,
+        warnings: &mut warnings,
+    }
+    .write(&layer, &mut contents, &mut out)?;
+    out.flush().map_err(|source| write_error(path, source))?;
+    let (digest, bytes) = out.finish();
+    persist(file, path)?;
+    Ok(ExportReport {
+        digest: digest.to_string(),
+        name: None,
+        layers: 1,
+        bytes,
+        reused_bytes: 0,
+        warnings: warnings.into_vec(),
+    })
+}
+
 /// A file next to `path`, gone unless it is persisted.
 fn temporary(path: &Path) -> Result<NamedTempFile> {
     if is_special(path) {

@@ -43,4 +43,53 @@ impl Layer {
         }
         Ok(())
     }
+
+    /// Takes out the directories at `paths`, parents first, that hold nothing and hide nothing.
+    pub(crate) fn prune_empty(&mut self, paths: &[Vec<u8>]) -> Result<()> {
+        if paths.is_empty() {
+            return Ok(());
+        }
+        let hiding: std::collections::HashSet<NodeId> =
+            self.whiteouts.iter().map(|(parent, _)| *parent).collect();
+        for path in paths.iter().rev() {
+            let (above, name) = match path.iter().rposition(|byte| *byte == b'/') {
+                Some(at) => path.split_at(at),
+                None => (&b""[..], path.as_slice()),
+            };
+            let name = name.strip_prefix(b"/").unwrap_or(name);
+            let Some(parent) = self.tree.resolve(above) else {
+                continue;
+            };
+            let Some(id) = self.tree.child(parent, name) else {
+                continue;
+            };
+            let hides = hiding.contains(&id) || self.opaque.contains(&id);
+            if self.tree.node(id).kind.is_dir() && !hides && self.tree.is_childless(id) {
+                self.tree.remove(parent, name)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes out all names of these files.
+    pub(crate) fn take_out(&mut self, files: &std::collections::HashSet<NodeId>) -> Result<()> {
+        if files.is_empty() {
+            return Ok(());
+        }
+        let mut gone: Vec<(NodeId, Vec<u8>)> = Vec::new();
+        let mut todo = vec![NodeId::ROOT];
+        while let Some(parent) = todo.pop() {
+            for (name, id) in self.tree.children(parent) {
+                if self.tree.node(id).kind.is_dir() {
+                    todo.push(id);
+                } else if files.contains(&id) {
+                    gone.push((parent, name.to_vec()));
+                }
+            }
+        }
+        for (parent, name) in gone {
+            self.tree.remove(parent, &name)?;
+        }
+        Ok(())
+    }
 }

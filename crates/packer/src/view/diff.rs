@@ -143,7 +143,7 @@ impl View {
         })
     }
 
-    fn differences(&self, other: &Self, old: NodeId, new: NodeId) -> Vec<Difference> {
+    pub(super) fn differences(&self, other: &Self, old: NodeId, new: NodeId) -> Vec<Difference> {
         if self.kind(old) != other.kind(new) {
             return vec![Difference::Type];
         }

@@ -7,6 +7,7 @@
 
 mod diff;
 mod find;
+mod rebase;
 
 use std::io::Write;
 
@@ -15,6 +16,7 @@ use layerpack_store::{Digest, Kind, LayerStore, Manifest};
 
 pub use diff::{Change, ChangeKind, Difference};
 pub use find::{Find, SizeTest};
+pub use rebase::{ConflictKind, RebaseConflict, RebaseOptions, RebaseReport, Strategy, rebase};
 
 use crate::error::{PackError, Result, not_there};
 use crate::export::Contents;

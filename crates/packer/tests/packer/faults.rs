@@ -14,7 +14,7 @@ use crate::support::{Packed, chain, options};
 fn pack(store: &LayerStore, dir: &Path, snapshot: bool) -> Result<Digest, PackError> {
     if snapshot {
         let with = PackDiffOptions::new("diff/f:1".parse().unwrap(), dir.to_owned());
-        pack_diff(store, &with, &Silent).map(|report| report.published.digest)
+        pack_diff(store, &with, &Silent).map(|report| report.published.unwrap().digest)
     } else {
         let with = options("base/f:1", Source::Dir(dir.to_owned()));
         build(store, &with, &Silent).map(|report| report.published.digest)

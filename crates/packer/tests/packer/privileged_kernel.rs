@@ -380,5 +380,5 @@ pub fn snapshot_upper(store: &LayerStore, upper: &Path, version: u32) -> Packed 
         &Silent,
     )
     .unwrap();
-    Packed::load(store, report.published.digest, report.warnings)
+    Packed::load(store, report.published.unwrap().digest, report.warnings)
 }

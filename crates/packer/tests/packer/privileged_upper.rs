@@ -342,7 +342,7 @@ fn pack(upper: &Path, change: impl FnOnce(&mut PackDiffOptions)) -> Result<Packe
     let report = pack_diff(&store, &options, &Silent).map_err(|error| chain(&error))?;
     Ok(Packed::load(
         &store,
-        report.published.digest,
+        report.published.unwrap().digest,
         report.warnings,
     ))
 }

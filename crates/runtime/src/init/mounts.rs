@@ -62,6 +62,10 @@ pub(super) fn attach_all(head: &Head, fds: &mut impl Iterator<Item = OwnedFd>) -
     } else {
         Some(next("sys")?)
     };
+    let channel = match head.channel {
+        false => None,
+        true => Some((next("channel")?, next("the channel's program")?)),
+    };
 
     rustix::system::sethostname(head.hostname.as_bytes()).map_err(step("setting the host name"))?;
     if head.own_network {
@@ -89,6 +93,10 @@ pub(super) fn attach_all(head: &Head, fds: &mut impl Iterator<Item = OwnedFd>) -
     attach(&root, &dev, "dev")?;
     attach(&root, &pts, "dev/pts")?;
     attach(&root, &shm, "dev/shm")?;
+    if let Some((directory, program)) = channel {
+        attach(&root, &directory, "dev/layerpack")?;
+        attach(&root, &program, "dev/layerpack/pack_diff")?;
+    }
     let mqueue = mount::simple("mqueue", &[], PLAIN).map_err(step("mounting mqueue"))?;
     attach(&root, &mqueue, "dev/mqueue")?;
     if let Some(number) = head.console {

@@ -105,6 +105,7 @@ impl Fixture {
             root: dir.join("sandboxes"),
             init: Some(PathBuf::from(env!("CARGO_BIN_EXE_layerpack-test-init"))),
             cgroup_parent: parent.to_owned(),
+            stop_by_signals: false,
         })
         .unwrap()
     }
@@ -129,6 +130,7 @@ impl Fixture {
             read_only: false,
             no_new_privileges: false,
             env: Vec::new(),
+            channel: false,
             lease: None,
             labels: BTreeMap::new(),
         }

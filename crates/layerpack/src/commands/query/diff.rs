@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use layerpack_packer::ChangeKind;
+use layerpack_packer::{ChangeKind, View};
 use layerpack_store::LayerStore;
 use serde::Serialize;
 
@@ -32,8 +32,16 @@ pub(crate) fn diff(context: &Context, args: &DiffArgs) -> Outcome {
         let refs: Vec<String> = text.split(',').map(str::to_owned).collect();
         open(store, &refs, args.alone)
     };
-    let (old, new) = (side(&store, &args.old)?, side(&store, &args.new)?);
-    let changes = old.diff(&new);
+    show(
+        context,
+        &side(&store, &args.old)?,
+        &side(&store, &args.new)?,
+    )
+}
+
+/// Prints how two views differ.
+pub(crate) fn show(context: &Context, old: &View, new: &View) -> Outcome {
+    let changes = old.diff(new);
     let shown: Vec<Changed> = changes
         .iter()
         .map(|c| Changed {

@@ -3,13 +3,20 @@
 use std::process::ExitCode;
 
 use anyhow::bail;
+use layerpack_runtime::Sandbox;
+use layerpack_store::Kind;
+use layerpack_store::transfer::{Selection, TransferOptions, select, transfer};
 use serde::Serialize;
 
 use super::super::Outcome;
+use super::super::pack_diff::{rules, rules_text};
 use crate::args::SandboxCreateArgs;
 use crate::context::Context;
-use crate::launch::{SandboxLease, environment, sandboxes, set_defaults};
+use crate::launch::{
+    PACK_DIFF_LABEL, RULES_FILE, SandboxLease, environment, sandboxes, set_defaults,
+};
 use crate::output::print;
+use crate::stack::parse_reference;
 
 #[derive(Debug, Serialize)]
 struct Created {
@@ -17,6 +24,55 @@ struct Created {
     name: Option<String>,
     stack: Vec<String>,
     pid: Option<i32>,
+}
+
+/// Has all layers of a snapshot in the store: those that are missing come from `origin`.
+fn fetch(context: &Context, snapshot: &str, origin: Option<&str>) -> anyhow::Result<()> {
+    let reference = parse_reference(snapshot)?;
+    if reference.kind != Kind::Diff {
+        bail!("{snapshot} is no snapshot: name other layers without --from");
+    }
+    let Some(origin) = origin else {
+        return Ok(());
+    };
+    let store = context.store()?;
+    let there = store.load(&reference).is_ok_and(|(_, manifest)| {
+        let mut parents = manifest.parents.iter();
+        parents.all(|parent| store.manifest(&parent.manifest).is_ok())
+    });
+    if there {
+        return Ok(());
+    }
+    let from = context.store_at(origin)?;
+    let layers = select(
+        &from,
+        &Selection {
+            patterns: vec![snapshot.to_owned()],
+            all: false,
+            parents: false,
+            alone: false,
+        },
+    )?;
+    transfer(
+        &from,
+        &store,
+        &layers,
+        &TransferOptions::default(),
+        &mut |_| {},
+    )?;
+    Ok(())
+}
+
+/// Writes the sandbox's own rules and has the daemon serve its channel.
+fn open_channel(context: &Context, sandbox: &Sandbox, rules: Option<&str>) -> anyhow::Result<()> {
+    if let Some(text) = rules {
+        fs_err::write(sandbox.channel.with_file_name(RULES_FILE), text)?;
+    }
+    if sandbox.spec.channel {
+        let client = context.daemon("a sandbox with a channel")?;
+        client.channel(sandbox.spec.id.as_str())?;
+    }
+    Ok(())
 }
 
 pub(super) fn run(context: &Context, args: SandboxCreateArgs) -> Outcome {
@@ -31,10 +87,34 @@ pub(super) fn run(context: &Context, args: SandboxCreateArgs) -> Outcome {
             },
         )
         .collect::<anyhow::Result<Vec<_>>>()?;
-    let (lease, mut spec) = SandboxLease::take(context, &args.refs, &args.shape, false)?;
+    let refs = match args.from {
+        None => args.refs,
+        Some(from) => {
+            fetch(context, &from, args.fetch_from.as_deref())?;
+            vec![from]
+        }
+    };
+    let (lease, mut spec) = SandboxLease::take(context, &refs, &args.shape, false)?;
     spec.env = variables;
     set_defaults(&mut spec, args.user, args.workdir.as_deref())?;
-    let sandbox = sandboxes(context.root())?.create(&spec)?;
+    let rules = match &args.pack_diff_rules {
+        None => None,
+        Some(path) => {
+            // What is wrong with it is said now, and what it says is kept as it is now.
+            rules(context.root(), Some(path))?;
+            Some(rules_text(path)?)
+        }
+    };
+    if let Some(names) = args.allow_pack_diff {
+        spec.channel = true;
+        spec.labels.insert(PACK_DIFF_LABEL.to_owned(), names);
+    }
+    let all = sandboxes(context.root())?;
+    let sandbox = all.create(&spec)?;
+    if let Err(error) = open_channel(context, &sandbox, rules.as_deref()) {
+        let _ = all.remove(spec.id.as_str(), true);
+        return Err(error.into());
+    }
     lease.keep();
     let created = Created {
         id: spec.id.to_string(),

@@ -1,0 +1,107 @@
+//! `layerpack snapshot rebase`: a snapshot on other layers.
+
+use std::process::ExitCode;
+
+use layerpack_packer::{RebaseConflict, RebaseOptions, Strategy, rebase};
+use layerpack_store::{Kind, LayerName, Reference, Version};
+use serde::Serialize;
+
+use super::super::Outcome;
+use super::super::build::{labels, warn};
+use super::{open, parents};
+use crate::args::{SnapshotRebaseArgs, StrategyArg};
+use crate::context::Context;
+use crate::output::{Format, note, print, printable};
+use crate::progress::Reporter;
+use crate::published::Published;
+use crate::signing::Signer;
+use crate::stack::resolve;
+
+/// A rebase in `-o json`.
+#[derive(Debug, Serialize)]
+struct Rebased {
+    /// Absent if conflicts stood against it.
+    #[serde(flatten)]
+    published: Option<Published>,
+    conflicts: Vec<RebaseConflict>,
+    /// Paths of which the snapshot said what the new layers say anyway.
+    dropped: u64,
+}
+
+pub(super) fn run(context: &Context, args: SnapshotRebaseArgs) -> Outcome {
+    let signer = Signer::new(&args.sign)?;
+    let labels = labels(&args.label)?;
+    let store = context.store()?;
+    let (snapshot, _) = open(&store, &args.reference)?;
+    let onto = resolve(&store, &args.onto)?;
+    let reference = Reference::new(
+        Kind::Diff,
+        LayerName::new(&args.name)?,
+        Version::new(&args.version)?,
+    );
+    let mut options = RebaseOptions::new(reference, snapshot.digest, parents(&onto));
+    options.labels = labels;
+    options.strategy = match args.strategy {
+        StrategyArg::Fail => Strategy::Fail,
+        StrategyArg::Snapshot => Strategy::Snapshot,
+        StrategyArg::Base => Strategy::Base,
+    };
+    let reporter = Reporter::new(&options.reference.to_string(), context);
+    let report = rebase(&store, &options, &reporter);
+    reporter.finish();
+    let report = report?;
+    if context.says_warnings() {
+        for conflict in &report.conflicts {
+            note(&printable(&line(conflict)));
+        }
+    }
+    let count = report.conflicts.len();
+    let published = match report.made {
+        None => None,
+        Some(made) => {
+            warn(context, &made.warnings);
+            signer.sign(&store, &made.published.digest)?;
+            Some(Published::new(
+                &made.published,
+                made.counts,
+                made.meta_bytes,
+                made.warnings,
+                made.cpu_seconds,
+            ))
+        }
+    };
+    let rebased = Rebased {
+        published,
+        conflicts: report.conflicts,
+        dropped: report.dropped,
+    };
+    let Some(published) = &rebased.published else {
+        if context.format == Format::Json {
+            print(context.format, &rebased, |_| Ok(()))?;
+        }
+        return Err(anyhow::anyhow!(
+            "{} cannot be put there: {count} conflicts; choose whose word stands with --strategy snapshot or --strategy base",
+            args.reference
+        )
+        .into());
+    };
+    print(context.format, &rebased, |out| {
+        writeln!(out, "{}", published.line())
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn line(conflict: &RebaseConflict) -> String {
+    let kind = serde_json::to_value(conflict.kind)
+        .ok()
+        .and_then(|value| value.as_str().map(str::to_owned))
+        .unwrap_or_default();
+    let what = match conflict.differences.join(",") {
+        text if text.is_empty() => text,
+        text => format!(" ({text})"),
+    };
+    format!(
+        "conflict {}: {kind}; snapshot: {}; was: {}; is now: {}{what}",
+        conflict.path, conflict.snapshot, conflict.before, conflict.after
+    )
+}

@@ -1,0 +1,65 @@
+//! `layerpack snapshot squash`: one layer of a snapshot and the diffs below it, or of everything.
+
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use layerpack_packer::{MergeOptions, merge};
+use layerpack_store::{Kind, LayerName, Reference, Version};
+
+use super::super::Outcome;
+use super::super::build::{labels, warn};
+use super::open;
+use crate::args::SnapshotSquashArgs;
+use crate::context::Context;
+use crate::progress::Reporter;
+use crate::published::Published;
+use crate::signing::Signer;
+
+pub(super) fn run(context: &Context, args: SnapshotSquashArgs) -> Outcome {
+    let signer = Signer::new(&args.sign)?;
+    let labels = labels(&args.label)?;
+    let store = context.store()?;
+    let (snapshot, below) = open(&store, &args.reference)?;
+    let from = match args.all {
+        true => 0,
+        false => below
+            .iter()
+            .rposition(|layer| layer.manifest.kind != Kind::Diff)
+            .map_or(0, |last| last + 1),
+    };
+    let mut layers = Vec::new();
+    for layer in below.iter().skip(from).chain([&snapshot]) {
+        let reference: Reference = layer.name.parse().with_context(|| {
+            format!("a layer below {} has no name to merge it by", snapshot.name)
+        })?;
+        layers.push(reference);
+    }
+    let kind = match args.all {
+        true => below
+            .first()
+            .map_or(Kind::Diff, |layer| layer.manifest.kind),
+        false => Kind::Diff,
+    };
+    let reference = Reference::new(
+        kind,
+        LayerName::new(&args.name)?,
+        Version::new(&args.version)?,
+    );
+    let mut options = MergeOptions::new(reference, layers);
+    options.labels = labels;
+    let reporter = Reporter::new(&options.reference.to_string(), context);
+    let report = merge(&store, &options, &reporter);
+    reporter.finish();
+    let report = report?;
+    warn(context, &report.warnings);
+    signer.sign(&store, &report.published.digest)?;
+    Published::new(
+        &report.published,
+        report.counts,
+        report.meta_bytes,
+        report.warnings,
+        report.cpu_seconds,
+    )
+    .print(context)?;
+    Ok(ExitCode::SUCCESS)
+}

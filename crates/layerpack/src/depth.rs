@@ -1,0 +1,165 @@
+//! Stacks of bounded height, whatever the history of what is mounted.
+//!
+//! Every snapshot of a restored snapshot is one layer more. Of a long row of diffs, eight at a time
+//! from the lowest on are mounted as one layer that is their merge: metadata over the same data,
+//! made once, kept in the store under a name of its own, and found there by the next one who mounts
+//! the same. Eight such layers are merged in the same way. The stack that a sandbox and its
+//! snapshots record stays the one that was asked for.
+
+use layerpack_packer::{MergeOptions, Silent, merge};
+use layerpack_store::{Digest, Kind, LayerName, LayerStore, Reference, Version};
+
+use crate::stack::StackLayer;
+
+/// Diffs in a row that are mounted one by one, and how many become one.
+const ROW: usize = 8;
+/// Name of merged layers; the version is the digest of what was merged.
+pub(crate) const NAME: &str = "layerpack-merged";
+
+/// The layers to mount so that `stack` is seen: the same, or with merged ones in place of rows of
+/// diffs. What cannot be merged, in a store that takes no layers for instance, is mounted as it is.
+pub(crate) fn bounded(store: &LayerStore, stack: &[StackLayer]) -> Vec<StackLayer> {
+    let begin = stack
+        .iter()
+        .rposition(|layer| layer.manifest.kind != Kind::Diff)
+        .map_or(0, |last| last + 1);
+    let (below, diffs) = stack.split_at(begin);
+    match rows(store, diffs) {
+        Ok(diffs) => below.iter().cloned().chain(diffs).collect(),
+        Err(error) => {
+            tracing::warn!(error = %format!("{error:#}"), "a long row of diffs is mounted as it is");
+            stack.to_vec()
+        }
+    }
+}
+
+fn rows(store: &LayerStore, diffs: &[StackLayer]) -> anyhow::Result<Vec<StackLayer>> {
+    let mut level: Vec<StackLayer> = diffs.to_vec();
+    // What stays of each level, the lowest level last.
+    let mut tops: Vec<Vec<StackLayer>> = Vec::new();
+    while level.len() > ROW {
+        let whole = (level.len() - 1) / ROW * ROW;
+        let rest = level.split_off(whole);
+        tops.push(rest);
+        level = level
+            .chunks(ROW)
+            .map(|row| merged(store, row))
+            .collect::<anyhow::Result<_>>()?;
+    }
+    while let Some(top) = tops.pop() {
+        level.extend(top);
+    }
+    Ok(level)
+}
+
+/// The merge of a row, made if it is not there.
+fn merged(store: &LayerStore, row: &[StackLayer]) -> anyhow::Result<StackLayer> {
+    let list: Vec<String> = row.iter().map(|layer| layer.digest.to_string()).collect();
+    let list = list.join(",");
+    let digest = Digest::of(list.as_bytes()).to_string();
+    let version: String = digest
+        .chars()
+        .filter(char::is_ascii_hexdigit)
+        .take(40)
+        .collect();
+    let reference = Reference::new(Kind::Diff, LayerName::new(NAME)?, Version::new(&version)?);
+    let found = |digest, manifest| StackLayer {
+        name: reference.to_string(),
+        digest,
+        manifest,
+    };
+    if store.has_reference(&reference)? {
+        let (digest, manifest) = store.load(&reference)?;
+        // A name says nothing: somebody else may have published something under it.
+        if manifest.parameters.get("merged") == Some(&list) {
+            return Ok(found(digest, manifest));
+        }
+        anyhow::bail!("{reference} is not the merge that its name stands for: remove it");
+    }
+    let mut layers = Vec::with_capacity(row.len());
+    for layer in row {
+        let named: Reference = layer.name.parse()?;
+        // Merged are those that are mounted, not what their names stand for by now.
+        anyhow::ensure!(
+            store.resolve(&named)? == layer.digest,
+            "{named} is another layer by now"
+        );
+        layers.push(named);
+    }
+    merge(
+        store,
+        &MergeOptions::new(reference.clone(), layers),
+        &Silent,
+    )?;
+    let (digest, manifest) = store.load(&reference)?;
+    Ok(found(digest, manifest))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use layerpack_packer::{PackDiffOptions, pack_diff};
+    use layerpack_store::MemStore;
+
+    use super::*;
+
+    fn chain(store: &LayerStore, length: u32) -> Vec<StackLayer> {
+        let dir = tempfile::tempdir().unwrap();
+        (0..length)
+            .map(|n| {
+                let upper = dir.path().join(n.to_string());
+                fs_err::create_dir(&upper).unwrap();
+                fs_err::write(upper.join(format!("f{n}")), n.to_string()).unwrap();
+                let reference: Reference = format!("diff/d:{n}").parse().unwrap();
+                let options = PackDiffOptions::new(reference.clone(), upper);
+                pack_diff(store, &options, &Silent).unwrap();
+                let (digest, manifest) = store.load(&reference).unwrap();
+                StackLayer {
+                    name: reference.to_string(),
+                    digest,
+                    manifest,
+                }
+            })
+            .collect()
+    }
+
+    #[test]
+    fn rows_become_layers_and_are_found_again() {
+        let store = LayerStore::new(Arc::new(MemStore::new()));
+        let all = chain(&store, 75);
+        for (length, height) in [(0, 0), (1, 1), (8, 8), (9, 2), (16, 9), (17, 3), (75, 5)] {
+            let stack = bounded(&store, &all[..length]);
+            assert_eq!(stack.len(), height, "{length}");
+            let names = |stack: &[StackLayer]| {
+                let layers: Vec<_> = stack
+                    .iter()
+                    .map(|l| (l.digest, l.manifest.clone()))
+                    .collect();
+                match layers.is_empty() {
+                    true => 0,
+                    false => layerpack_packer::View::open(&store, &layers)
+                        .unwrap()
+                        .entries()
+                        .count(),
+                }
+            };
+            assert_eq!(names(&stack), names(&all[..length]));
+        }
+        // Nothing new the second time.
+        let before = store.entries().unwrap().len();
+        bounded(&store, &all);
+        assert_eq!(store.entries().unwrap().len(), before);
+        // A name that stands for something else is not believed.
+        let merged = bounded(&store, &all[..9])[0].name.parse().unwrap();
+        store.remove(&merged).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        pack_diff(
+            &store,
+            &PackDiffOptions::new(merged, dir.path().to_owned()),
+            &Silent,
+        )
+        .unwrap();
+        assert_eq!(bounded(&store, &all[..9]).len(), 9);
+    }
+}

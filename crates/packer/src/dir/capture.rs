@@ -1,0 +1,350 @@
+//! The contents of an upper whose sandbox may have gone on.
+//!
+//! What a file held when it was scanned is what it holds as long as its change time is the same,
+//! so every file is checked after it was read. A large one is first copied by reference where the
+//! filesystem can do that: the copy takes an instant, its reading can take its time. Files that
+//! changed are not stored and left for another round; those that did not are known by then.
+
+use std::collections::{HashMap, HashSet};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::thread;
+
+use crossbeam_channel::bounded;
+use layerpack_erofs::NodeId;
+use layerpack_store::LayerWriter;
+use rustix::fs::{Mode, OFlags, fstat, ioctl_ficlone};
+use rustix::io::Errno;
+
+use super::file::{Identity, OpenFile};
+use super::open::{Dirs, Opener, open_file};
+use super::scan::gone_or;
+use super::{DirSource, FileRecord, Files, SMALL};
+use crate::content::Content;
+use crate::error::{PackError, Result};
+use crate::git::{self, Git};
+use crate::model::Layer;
+use crate::options::Progress;
+use crate::path::join;
+use crate::scrub::{Judged, Scrub};
+
+/// Files up to this size are read whole, and are not worth a copy by reference.
+const WHOLE: u64 = 256 << 10;
+/// Files that may wait between the threads.
+const DEPTH: usize = 32;
+/// Copies by reference at a time, which bounds descriptors.
+const MOST_COPIES: usize = 256;
+
+/// Which files to read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Which {
+    /// Those that were not copied by reference.
+    InPlace,
+    /// Those that were.
+    Copied,
+}
+
+/// What is known of the files of an upper after some rounds.
+#[derive(Default)]
+pub(crate) struct Captured {
+    contents: HashMap<(u64, u64), (Identity, Content)>,
+    /// Files whose contents rules leave out.
+    scrubbed: HashMap<(u64, u64), Identity>,
+    /// Copies by reference of this round's files.
+    copies: HashMap<NodeId, OwnedFd>,
+    /// Paths of files that changed in this round.
+    pub changed: Vec<Vec<u8>>,
+    /// Nodes of this round that rules leave out.
+    pub left_out: HashSet<NodeId>,
+    /// Files that were copied by reference, of all rounds.
+    pub copied: u64,
+}
+
+impl Captured {
+    /// Begins another round.
+    pub(crate) fn restart(&mut self) {
+        self.copies.clear();
+        self.changed.clear();
+        self.left_out.clear();
+    }
+}
+
+/// A file that was read ahead.
+enum Loaded {
+    Whole(Vec<u8>),
+    Open(OpenFile),
+}
+
+struct Access<'a> {
+    dirs: &'a Dirs,
+    files: &'a Files,
+    opener: Opener,
+}
+
+impl Access<'_> {
+    fn path(&self, record: &FileRecord) -> Vec<u8> {
+        join(&self.dirs.path(record.dir), self.files.name(record))
+    }
+
+    fn open(&mut self, record: &FileRecord) -> Result<OpenFile> {
+        let dir = self.opener.open(self.dirs, record.dir)?;
+        let fd = open_file((*dir).as_fd(), self.files.name(record)).map_err(|errno| {
+            let path = self.path(record);
+            match errno {
+                Errno::LOOP | Errno::NXIO => PackError::Changed {
+                    path: crate::show(&path),
+                    what: "another file took its place".to_owned(),
+                },
+                errno => gone_or("read", &path, errno),
+            }
+        })?;
+        Ok(OpenFile::new(fd, self.path(record), record.identity))
+    }
+
+    fn load(&mut self, record: &FileRecord, progress: &dyn Progress) -> Result<Loaded> {
+        let mut file = self.open(record)?;
+        if record.identity.size() <= WHOLE {
+            return file.read_whole(progress).map(Loaded::Whole);
+        }
+        file.look()?;
+        Ok(Loaded::Open(file))
+    }
+}
+
+impl DirSource<'_> {
+    /// The latest change time of any file: seconds since 1970, nanoseconds.
+    pub(crate) fn latest_change(&self) -> Option<(i64, u64)> {
+        self.files
+            .records
+            .iter()
+            .map(|record| record.identity.ctime())
+            .max()
+    }
+
+    /// Copies large files that are not known yet by reference, into unnamed files of the
+    /// directory `scratch`. Nothing happens where the filesystem cannot do that.
+    pub(crate) fn copy_large(&self, captured: &mut Captured, scratch: &Path) {
+        let mut access = Access {
+            dirs: &self.dirs,
+            files: &self.files,
+            opener: self.opener.again(),
+        };
+        let mut large: Vec<&FileRecord> = self
+            .files
+            .records
+            .iter()
+            .filter(|record| record.identity.size() > WHOLE)
+            .filter(|record| captured.known(record).is_none())
+            .collect();
+        // The largest take longest to read.
+        large.sort_by_key(|record| std::cmp::Reverse(record.identity.size()));
+        for record in large.into_iter().take(MOST_COPIES) {
+            let Ok(mut file) = access.open(record) else {
+                continue; // reading it will tell
+            };
+            let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+            let Ok(copy) = rustix::fs::open(scratch, flags, Mode::from_raw_mode(0o600)) else {
+                return;
+            };
+            match ioctl_ficlone(&copy, file.fd()) {
+                Ok(()) => {}
+                Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::XDEV | Errno::NOTTY) => return,
+                Err(_) => continue,
+            }
+            // The copy is what was scanned if the file still is.
+            if file.look().is_ok() {
+                captured.copies.insert(record.node, copy);
+                captured.copied += 1;
+            }
+        }
+    }
+
+    /// Stores the contents of files; without a writer they are only judged, and those that nobody
+    /// judges are not read. What rules leave out by its contents, and what changed since the scan,
+    /// is in `captured` afterwards.
+    pub(crate) fn capture(
+        &mut self,
+        which: Which,
+        layer: &mut Layer,
+        mut writer: Option<&mut LayerWriter>,
+        captured: &mut Captured,
+        scrub: Option<&Scrub<'_>>,
+        mut git: Option<&mut Git>,
+    ) -> Result<()> {
+        self.files
+            .records
+            .sort_by_key(|record| record.identity.size() > SMALL);
+        let (files, progress) = (&self.files, self.progress);
+        let mut access = Access {
+            dirs: &self.dirs,
+            files,
+            opener: self.opener.again(),
+        };
+        let paths = Access {
+            dirs: &self.dirs,
+            files,
+            opener: self.opener.again(),
+        };
+        let mut wanted: Vec<&FileRecord> = Vec::new();
+        for record in &files.records {
+            if captured.copies.contains_key(&record.node) != (which == Which::Copied) {
+                continue;
+            }
+            if captured.was_left_out(record) {
+                captured.left_out.insert(record.node);
+            } else if let Some(content) = captured.known(record) {
+                layer.set_content(record.node, content.clone());
+            } else if writer.is_some() || scrub.is_some_and(Scrub::looks_inside) {
+                wanted.push(record);
+            } else {
+                layer.set_content(record.node, unread(record));
+            }
+        }
+        if which == Which::Copied {
+            for record in wanted {
+                let Some(copy) = captured.copies.remove(&record.node) else {
+                    continue;
+                };
+                let path = paths.path(record);
+                let loaded = copied(copy, &path)?;
+                take(
+                    record,
+                    &path,
+                    Ok(loaded),
+                    layer,
+                    writer.as_deref_mut(),
+                    captured,
+                    scrub,
+                    git.as_deref_mut(),
+                    progress,
+                )?;
+            }
+            return Ok(());
+        }
+        thread::scope(|scope| {
+            let (sender, receiver) = bounded(DEPTH);
+            let wanted = &wanted;
+            scope.spawn(move || {
+                for record in wanted {
+                    if sender.send(access.load(record, progress)).is_err() {
+                        return;
+                    }
+                }
+            });
+            for record in wanted {
+                let Ok(loaded) = receiver.recv() else { break };
+                let path = paths.path(record);
+                take(
+                    record,
+                    &path,
+                    loaded,
+                    layer,
+                    writer.as_deref_mut(),
+                    captured,
+                    scrub,
+                    git.as_deref_mut(),
+                    progress,
+                )?;
+            }
+            Ok(())
+        })
+    }
+}
+
+impl Captured {
+    fn known(&self, record: &FileRecord) -> Option<&Content> {
+        self.contents
+            .get(&record.identity.place())
+            .filter(|(identity, _)| *identity == record.identity)
+            .map(|(_, content)| content)
+    }
+
+    fn was_left_out(&self, record: &FileRecord) -> bool {
+        self.scrubbed.get(&record.identity.place()) == Some(&record.identity)
+    }
+}
+
+/// A copy by reference, as a file of its own.
+fn copied(copy: OwnedFd, path: &[u8]) -> Result<Loaded> {
+    let stat =
+        fstat(&copy).map_err(|errno| PackError::io("read a copy of", crate::show(path), errno))?;
+    let mut file = OpenFile::new(copy, path.to_vec(), Identity::of(&stat));
+    file.look()?;
+    Ok(Loaded::Open(file))
+}
+
+/// What stands for contents that are not stored.
+fn unread(record: &FileRecord) -> Content {
+    Content {
+        size: record.identity.size(),
+        pieces: Box::default(),
+    }
+}
+
+/// Judges and stores one file.
+#[expect(clippy::too_many_arguments, reason = "what a capture carries along")]
+fn take(
+    record: &FileRecord,
+    path: &[u8],
+    loaded: Result<Loaded>,
+    layer: &mut Layer,
+    writer: Option<&mut LayerWriter>,
+    captured: &mut Captured,
+    scrub: Option<&Scrub<'_>>,
+    git: Option<&mut Git>,
+    progress: &dyn Progress,
+) -> Result<()> {
+    let name = path.rsplit(|byte| *byte == b'/').next().unwrap_or_default();
+    let metadata = &layer.tree.node(record.node).metadata;
+    let stored = loaded.and_then(|loaded| {
+        if let Some(scrub) = scrub.filter(|s| s.wants(path, record.identity.size(), metadata)) {
+            let judged = match &loaded {
+                Loaded::Whole(bytes) => scrub.contents(path, bytes, metadata),
+                Loaded::Open(file) => scrub.contents(path, &file.read_whole(&Quiet)?, metadata),
+            };
+            match judged {
+                Judged::Pack => {}
+                Judged::Leave => return Ok(None),
+                Judged::Instead(bytes) => {
+                    return match writer {
+                        Some(writer) => git::store_small(git, writer, name, &bytes).map(Some),
+                        None => Ok(Some(unread(record))),
+                    };
+                }
+            }
+        }
+        let Some(writer) = writer else {
+            return Ok(Some(unread(record)));
+        };
+        match loaded {
+            Loaded::Whole(bytes) => git::store_small(git, writer, name, &bytes).map(Some),
+            Loaded::Open(file) => {
+                let content =
+                    git::store(git, writer, name, &mut file.bytes(progress), file.size())?;
+                file.check(content.size)?;
+                Ok(Some(content))
+            }
+        }
+    });
+    let place = record.identity.place();
+    match stored {
+        Ok(Some(content)) => {
+            captured
+                .contents
+                .insert(place, (record.identity, content.clone()));
+            layer.set_content(record.node, content);
+        }
+        Ok(None) => {
+            captured.scrubbed.insert(place, record.identity);
+            captured.left_out.insert(record.node);
+        }
+        Err(PackError::Changed { .. }) => captured.changed.push(path.to_vec()),
+        Err(error) => return Err(error),
+    }
+    Ok(())
+}
+
+/// Bytes that are read twice are counted once.
+struct Quiet;
+
+impl Progress for Quiet {}

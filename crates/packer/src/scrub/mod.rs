@@ -1,0 +1,400 @@
+//! Keeps out of a snapshot what rules say must not leave.
+//!
+//! Paths, sizes, times and owners are judged while the upper is scanned, contents when they are
+//! read and before anything of them is stored. What is scrubbed takes away what the sandbox wrote,
+//! never what it took away: whiteouts and opaque marks stay, with the directories that carry them.
+//! SEMANTICS.md, "Scrubbing", has the whole of it.
+
+mod below;
+mod history;
+mod report;
+mod rules;
+mod secrets;
+mod sets;
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use layerpack_erofs::Metadata;
+use rustix::fs::FileType;
+
+pub use below::LowerLayer;
+pub use report::{Finding, Findings, ScrubReport, StillBelow, Tally};
+pub use rules::Rules;
+
+use crate::error::PackError;
+use history::{Fate, History};
+use rules::{Action, Facts, Rule, Type};
+
+/// Most paths that are looked up in the layers below.
+const MOST_BELOW: usize = 10_000;
+/// Forbidden paths that an error names.
+const NAMED: usize = 5;
+
+/// What is to happen to an entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    /// It is packed.
+    Pack,
+    /// It is left out.
+    Leave,
+    /// A directory goes if nothing that stays is in it.
+    IfEmpty,
+}
+
+/// What is to happen to a file by what it holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Judged {
+    /// It is packed.
+    Pack,
+    /// It is left out.
+    Leave,
+    /// It is packed with these contents in place of its own.
+    Instead(Vec<u8>),
+}
+
+/// Rules at work on one upper.
+pub(crate) struct Scrub<'a> {
+    rules: &'a Rules,
+    state: Mutex<State>,
+    history: Mutex<History>,
+}
+
+#[derive(Default)]
+struct State {
+    report: ScrubReport,
+    /// Directories that a rule took.
+    inside: HashMap<Vec<u8>, Taken>,
+    /// Directories to take out if nothing is left in them, parents first.
+    emptied: Vec<Vec<u8>>,
+    /// Paths to look up in the layers below: the rule, and whether the layer hides it.
+    below: Vec<(Vec<u8>, String, bool)>,
+}
+
+/// By what a directory was taken.
+#[derive(Debug, Clone)]
+struct Taken {
+    rule: String,
+    /// Where the report names it.
+    place: Option<usize>,
+}
+
+impl<'a> Scrub<'a> {
+    /// Begins with nothing seen of an upper and the layers below it.
+    pub(crate) fn new(rules: &'a Rules, upper: &Path, lowers: &[LowerLayer]) -> Self {
+        let lowers = lowers.iter().map(|lower| lower.path.as_path());
+        let roots = [upper].into_iter().chain(lowers);
+        let none = std::iter::empty();
+        Self {
+            rules,
+            state: Mutex::default(),
+            history: Mutex::new(match rules.git.is_empty() {
+                true => History::new(none),
+                false => History::new(roots),
+            }),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Forgets what was seen: the upper is scanned anew.
+    pub(crate) fn restart(&self) {
+        *self.state() = State::default();
+    }
+
+    /// Judges an entry by all but its contents.
+    pub(crate) fn entry(
+        &self,
+        path: &[u8],
+        kind: FileType,
+        size: u64,
+        metadata: &Metadata,
+    ) -> Verdict {
+        let Some(facts) = facts(path, kind, size, metadata) else {
+            return Verdict::Pack; // the root
+        };
+        let directory = facts.kind == Type::Directory;
+        let rule = self.rules.decide(&facts);
+        let mut state = self.state();
+        let state = &mut *state;
+        let parent = parent(path);
+        match rule.map(|rule| (rule, rule.action)) {
+            Some((rule, Action::Keep)) => {
+                if !directory {
+                    state.report.kept.add(size);
+                }
+                state
+                    .report
+                    .kept_by_rule
+                    .push(finding(path, rule, directory, size));
+                return Verdict::Pack;
+            }
+            Some((rule, Action::Forbid)) => {
+                state
+                    .report
+                    .forbidden
+                    .push(finding(path, rule, directory, size));
+            }
+            Some((rule, Action::Scrub)) if !state.inside.contains_key(parent) => {
+                let place = state
+                    .report
+                    .scrubbed
+                    .push(finding(path, rule, directory, size));
+                if directory {
+                    let rule = rule.name.clone();
+                    state.inside.insert(path.to_vec(), Taken { rule, place });
+                    state.emptied.push(path.to_vec());
+                    return Verdict::IfEmpty;
+                }
+                state.ask_below(path, &rule.name, false);
+                return Verdict::Leave;
+            }
+            Some((rule, Action::Suspicious)) if !state.inside.contains_key(parent) => {
+                state
+                    .report
+                    .suspicious
+                    .push(finding(path, rule, directory, size));
+            }
+            _ => {}
+        }
+        if let Some(taken) = state.inside.get(parent).cloned() {
+            if directory {
+                state.inside.insert(path.to_vec(), taken);
+                state.emptied.push(path.to_vec());
+                return Verdict::IfEmpty;
+            }
+            state.report.scrubbed.below(taken.place, size);
+            state.ask_below(path, &taken.rule, false);
+            return Verdict::Leave;
+        }
+        if !directory {
+            state.report.kept.add(size);
+        }
+        Verdict::Pack
+    }
+
+    /// Takes note of a removed path.
+    pub(crate) fn removed(&self, path: &[u8]) {
+        if let Some(rule) = self.rules.names_removed(path) {
+            self.state().ask_below(path, &rule.name, true);
+        }
+    }
+
+    /// Directories that a rule took, parents first.
+    pub(crate) fn emptied(&self) -> Vec<Vec<u8>> {
+        std::mem::take(&mut self.state().emptied)
+    }
+
+    /// Whether contents have to be looked at.
+    pub(crate) fn looks_inside(&self) -> bool {
+        self.rules.looks_inside() || !self.rules.git.is_empty()
+    }
+
+    /// Whether rules look at the contents of a file of `size` bytes at all; one that is too large
+    /// for that is counted.
+    pub(crate) fn wants(&self, path: &[u8], size: u64, metadata: &Metadata) -> bool {
+        let Some(facts) = facts(path, FileType::RegularFile, size, metadata) else {
+            return false;
+        };
+        let git = !self.rules.git.is_empty() && history::named(path).is_some();
+        if !git && self.rules.inside(&facts).next().is_none() {
+            return false;
+        }
+        if size > self.rules.max_content {
+            self.state().report.too_large.add(size);
+            return false;
+        }
+        true
+    }
+
+    /// Judges a file by its contents.
+    pub(crate) fn contents(&self, path: &[u8], bytes: &[u8], metadata: &Metadata) -> Judged {
+        let size = bytes.len() as u64;
+        let Some(facts) = facts(path, FileType::RegularFile, size, metadata) else {
+            return Judged::Pack;
+        };
+        // A rule that keeps a file keeps it from this too.
+        if self
+            .rules
+            .decide(&facts)
+            .is_some_and(|rule| rule.action == Action::Keep)
+        {
+            return Judged::Pack;
+        }
+        match self.history(path, bytes) {
+            Judged::Pack => {}
+            judged => return judged,
+        }
+        for rule in self.rules.inside(&facts) {
+            let hit = secrets::find(bytes, &rule.content).map(|hit| hit.pattern);
+            let text = || {
+                let held = |text: &&String| secrets::holds(bytes, text.as_bytes());
+                rule.text.iter().find(held).map(|_| "text")
+            };
+            let Some(pattern) = hit.or_else(text) else {
+                continue;
+            };
+            let mut found = finding(path, rule, false, size);
+            found.pattern = Some(pattern.to_owned());
+            let mut state = self.state();
+            match rule.action {
+                Action::Forbid => {
+                    state.report.forbidden.push(found);
+                    return Judged::Pack;
+                }
+                Action::Scrub => {
+                    state.report.kept.take(size);
+                    state.report.scrubbed.push(found);
+                    state.ask_below(path, &rule.name, false);
+                    return Judged::Leave;
+                }
+                Action::Suspicious => {
+                    state.report.suspicious.push(found);
+                    return Judged::Pack;
+                }
+                Action::Keep => {}
+            }
+        }
+        Judged::Pack
+    }
+
+    /// Judges a file of git by the commits that it names.
+    fn history(&self, path: &[u8], bytes: &[u8]) -> Judged {
+        if self.rules.git.is_empty() {
+            return Judged::Pack;
+        }
+        let Some(named) = history::named(path) else {
+            return Judged::Pack;
+        };
+        let mut history = self.history.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut bytes = bytes.to_vec();
+        let whole = bytes.len();
+        let mut by = None;
+        for rule in self
+            .rules
+            .git
+            .iter()
+            .filter(|r| r.is_about(named.directory))
+        {
+            // A repository that does not have the commit is another one.
+            let Some(limit) = history.time(named.directory, &rule.newer_than) else {
+                continue;
+            };
+            match history.fate(&named, &bytes, limit) {
+                Fate::Stays => {}
+                Fate::Goes => {
+                    let size = whole as u64;
+                    let mut state = self.state();
+                    state.report.kept.take(size);
+                    state.report.scrubbed.push(Finding {
+                        path: format!("/{}", crate::show(path)),
+                        rule: rule.name.clone(),
+                        pattern: Some("newer-commit".to_owned()),
+                        entries: 1,
+                        bytes: size,
+                    });
+                    state.ask_below(path, &rule.name, false);
+                    return Judged::Leave;
+                }
+                Fate::Shorter(left) => {
+                    bytes = left;
+                    by = Some(rule);
+                }
+            }
+        }
+        let Some(rule) = by else {
+            return Judged::Pack;
+        };
+        self.state().report.shortened.push(Finding {
+            path: format!("/{}", crate::show(path)),
+            rule: rule.name.clone(),
+            pattern: Some("newer-commit".to_owned()),
+            entries: 1,
+            bytes: (whole - bytes.len()) as u64,
+        });
+        Judged::Instead(bytes)
+    }
+
+    /// The error of what rules forbid, if they do.
+    pub(crate) fn refusal(&self) -> Option<PackError> {
+        let state = self.state();
+        let forbidden = &state.report.forbidden;
+        let first = forbidden.named.first()?;
+        let names: Vec<String> = forbidden
+            .named
+            .iter()
+            .take(NAMED)
+            .map(|found| format!("{} ({})", found.path, found.rule))
+            .collect();
+        let more = forbidden.named.len().saturating_sub(NAMED);
+        let more = if more > 0 {
+            format!(" and {more} more")
+        } else {
+            String::new()
+        };
+        Some(PackError::Forbidden {
+            rule: first.rule.clone(),
+            paths: format!("{}{more}", names.join(", ")),
+        })
+    }
+
+    /// What was done; looks into the layers below for what rules spoke of.
+    pub(crate) fn report(&self, lowers: &[LowerLayer]) -> ScrubReport {
+        let mut state = std::mem::take(&mut *self.state());
+        let asked = std::mem::take(&mut state.below);
+        state.report.still_below = below::find(lowers, asked);
+        state.report.rules = Some(self.rules.digest().to_string());
+        state.report
+    }
+}
+
+impl State {
+    fn ask_below(&mut self, path: &[u8], rule: &str, hidden: bool) {
+        if self.below.len() < MOST_BELOW {
+            self.below.push((path.to_vec(), rule.to_owned(), hidden));
+        }
+    }
+}
+
+fn facts<'a>(path: &'a [u8], kind: FileType, size: u64, metadata: &Metadata) -> Option<Facts<'a>> {
+    if path.is_empty() {
+        return None;
+    }
+    let kind = match kind {
+        FileType::RegularFile => Type::File,
+        FileType::Directory => Type::Directory,
+        FileType::Symlink => Type::Symlink,
+        FileType::Socket => Type::Socket,
+        FileType::Fifo => Type::Fifo,
+        FileType::CharacterDevice | FileType::BlockDevice | FileType::Unknown => Type::Device,
+    };
+    Some(Facts {
+        path,
+        kind,
+        size: if kind == Type::File { size } else { 0 },
+        uid: metadata.uid,
+        gid: metadata.gid,
+        mtime: metadata.mtime.sec,
+    })
+}
+
+fn finding(path: &[u8], rule: &Rule, directory: bool, size: u64) -> Finding {
+    let end = if directory { "/" } else { "" };
+    Finding {
+        path: format!("/{}{end}", crate::show(path)),
+        rule: rule.name.clone(),
+        pattern: None,
+        entries: u64::from(!directory),
+        bytes: if directory { 0 } else { size },
+    }
+}
+
+fn parent(path: &[u8]) -> &[u8] {
+    match path.iter().rposition(|byte| *byte == b'/') {
+        Some(at) => path.get(..at).unwrap_or_default(),
+        None => b"",
+    }
+}
