@@ -72,6 +72,12 @@ pub enum LayerfsError {
         /// Who holds what.
         what: String,
     },
+    /// A layer that the node's cache does not have.
+    #[error("nothing of layer {layer} is in this node's cache; `layerpack cache ls` lists what is")]
+    NotCached {
+        /// Identity of the layer.
+        layer: Digest,
+    },
     /// No such lease.
     #[error("lease {id} is not known to this node")]
     UnknownLease {

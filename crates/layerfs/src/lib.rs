@@ -21,7 +21,7 @@ mod sync;
 
 pub use error::{LayerfsError, Result};
 pub use node::{
-    LayerHandle, LayerStatus, LeaseInfo, LeaseSpec, Node, NodeConfig, NodeStatus, Recorded,
-    RecordingBegun, Stack, StoreOpener, Totals,
+    CacheChecked, CacheStatus, CachedLayer, Evicted, LayerHandle, LayerStatus, LeaseInfo,
+    LeaseSpec, Node, NodeConfig, NodeStatus, Recorded, RecordingBegun, Stack, StoreOpener, Totals,
 };
 pub use record::Touch;

@@ -7,8 +7,8 @@
 use std::sync::PoisonError;
 use std::time::Duration;
 
-pub(crate) use std::sync::MutexGuard;
-pub(crate) use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+pub(crate) use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+pub(crate) use std::sync::{MutexGuard, RwLockReadGuard, RwLockWriteGuard};
 
 /// A mutex that ignores poisoning.
 #[derive(Debug, Default)]
@@ -42,18 +42,27 @@ impl<T> RwLock<T> {
         Self(std::sync::RwLock::new(value))
     }
 
-    pub(crate) fn read(&self) -> std::sync::RwLockReadGuard<'_, T> {
+    pub(crate) fn read(&self) -> RwLockReadGuard<'_, T> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn write(&self) -> std::sync::RwLockWriteGuard<'_, T> {
+    pub(crate) fn write(&self) -> RwLockWriteGuard<'_, T> {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl<T> RwLock<T> {
+    /// The read lock, if nobody writes.
+    pub(crate) fn try_read(&self) -> Option<RwLockReadGuard<'_, T>> {
+        match self.0.try_read() {
+            Ok(guard) => Some(guard),
+            Err(std::sync::TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(std::sync::TryLockError::WouldBlock) => None,
+        }
+    }
+
     /// The write lock, if nobody holds the lock at all.
-    pub(crate) fn try_write(&self) -> Option<std::sync::RwLockWriteGuard<'_, T>> {
+    pub(crate) fn try_write(&self) -> Option<RwLockWriteGuard<'_, T>> {
         match self.0.try_write() {
             Ok(guard) => Some(guard),
             Err(std::sync::TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),

@@ -16,11 +16,16 @@
 //!    daemon ran costs a fetch, never a wrong byte.
 //! 5. When the kernel reports that it lost data (`fdatasync` fails), every bit set since the
 //!    last checkpoint is taken back.
+//! 6. What is evicted loses its bit in memory, in `present`, and durably in `present.synced`, in
+//!    this order, and only then its bytes. A run of extents is evicted while nobody reads or writes
+//!    in it ([`BlobCache::hold`]).
 //!
 //! The file is never mapped: on a full disk a mapped write kills the process, a written one
 //! returns an error, and then the bytes are handed through without being kept.
 
 mod bits;
+mod evict;
+mod hold;
 
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -31,6 +36,10 @@ use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering};
 
 pub use bits::BootId;
 use bits::{Identity, PresenceFile};
+use evict::Live;
+pub(crate) use hold::Exclusive;
+use hold::Stripes;
+pub use hold::{Held, RUN_BYTES};
 
 /// Name of the sparse file in a layer's cache directory.
 pub(crate) const DATA: &str = "data";
@@ -51,9 +60,10 @@ pub struct BlobCache {
     /// Left by an earlier process and not verified since. No bit is in both.
     suspects: Vec<AtomicU64>,
     extents: u64,
-    /// The live presence file; `None` after it could not be written: bits are then kept in
-    /// memory only.
-    live: Mutex<Option<PresenceFile>>,
+    /// The live presence file.
+    live: Mutex<Live>,
+    /// Who reads and writes where.
+    stripes: Stripes,
     /// Bits of the last checkpoint.
     synced: Mutex<Vec<u64>>,
     dirty: AtomicBool,
@@ -118,14 +128,14 @@ impl BlobCache {
         };
         let dirty = bits != synced;
         let live = match PresenceFile::create(dir, &live_path, &identity, &bits) {
-            Ok(file) => Some(file),
+            Ok(file) => Live::Kept(file),
             Err(e) => {
                 // The old file may still be there and would be believed later although bits
                 // may be taken back meanwhile.
                 bits::remove(&live_path)?;
                 tracing::warn!(path = %live_path.display(), error = %e,
                     "presence cannot be recorded; this layer's cache lasts only until restart");
-                None
+                Live::Gone
             }
         };
         Ok(Self {
@@ -137,6 +147,7 @@ impl BlobCache {
             suspects: bits.into_iter().map(AtomicU64::new).collect(),
             extents,
             live: Mutex::new(live),
+            stripes: Stripes::new(size),
             synced: Mutex::new(synced),
             dirty: AtomicBool::new(dirty),
             written: AtomicU64::new(0),
@@ -198,7 +209,7 @@ impl BlobCache {
             .is_some_and(|w| w.fetch_and(!bit, Ordering::AcqRel) & bit != 0);
         if was {
             self.dirty.store(true, Ordering::Release);
-            self.record(&[word]);
+            let _ = self.record(&[word]);
         }
         was
     }
@@ -260,23 +271,7 @@ impl BlobCache {
             return;
         }
         self.dirty.store(true, Ordering::Release);
-        self.record(&changed);
-    }
-
-    /// Writes words of bits to the live presence file.
-    fn record(&self, changed: &[usize]) {
-        let mut live = self.live.lock();
-        if let Some(file) = live.as_ref() {
-            // Loaded under the lock, so that a word in the file never goes back in time.
-            let result = changed
-                .iter()
-                .try_for_each(|word| file.set_word(*word, self.recorded(*word)));
-            if let Err(e) = result {
-                tracing::warn!(dir = %self.dir.display(), error = %e,
-                    "presence cannot be recorded; what is fetched now is fetched again after a restart");
-                *live = None;
-            }
-        }
+        let _ = self.record(&changed);
     }
 
     /// Reads bytes whose extents are all present (gaps between extents read as zeros).
@@ -307,6 +302,10 @@ impl BlobCache {
         let stored = bits::store_synced(&self.dir, &self.dir.join(SYNCED), &self.identity, &bits);
         if stored.is_err() {
             self.dirty.store(true, Ordering::Release);
+            // Either of the two may be in the file; all of both was synced.
+            for (word, new) in synced.iter_mut().zip(&bits) {
+                *word |= new;
+            }
         }
         stored?;
         *synced = bits;
@@ -321,14 +320,18 @@ impl BlobCache {
                 word.fetch_and(*keep, Ordering::AcqRel);
             }
         }
+        // Not what was synced: some of that may have been evicted since.
+        let bits: Vec<u64> = (0..self.words.len()).map(|w| self.recorded(w)).collect();
         let path = self.dir.join(PRESENT);
-        *live = PresenceFile::create(&self.dir, &path, &self.identity, synced)
-            .inspect_err(|e| tracing::error!(error = %e, "presence cannot be taken back on disk"))
-            .ok();
-        if live.is_none()
-            && let Err(e) = bits::remove(&path)
-        {
-            tracing::error!(error = %e, "a stale presence file stays behind");
+        *live = match PresenceFile::create(&self.dir, &path, &self.identity, &bits) {
+            Ok(file) => Live::Kept(file),
+            Err(e) => {
+                tracing::error!(error = %e, "presence cannot be taken back on disk");
+                Live::Stale
+            }
+        };
+        if matches!(*live, Live::Stale) && bits::remove(&path).is_ok() {
+            *live = Live::Gone;
         }
         tracing::error!(dir = %self.dir.display(), "the kernel lost cached data; it is fetched again");
     }

@@ -6,9 +6,10 @@ use std::time::Instant;
 
 use layerpack_store::{LayerId, LayerMap, LayerStore, Locator, Manifest, StoreError};
 
+use super::evict::Heat;
 use super::flight::{Flights, Outcome};
 use super::{Fetcher, ReadError, worker};
-use crate::cache::BlobCache;
+use crate::cache::{BlobCache, Held};
 use crate::fuse::ReplyBuf;
 use crate::record::Taps;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering, RwLock};
@@ -23,6 +24,9 @@ pub(crate) struct Source {
     pub(crate) generation: u64,
     pub(crate) locator: Arc<Locator>,
 }
+
+/// How often a read asks again for what was evicted between its fetch and its reader's hold.
+const MAX_AGAIN: u32 = 4;
 
 /// How the flights of one piece ended.
 #[derive(Default)]
@@ -65,6 +69,7 @@ pub struct Blob {
     pub(super) flights: Flights,
     pub(crate) counters: Counters,
     pub(super) cache_full: AtomicBool,
+    pub(super) heat: Heat,
     pub(crate) taps: Taps,
 }
 
@@ -108,6 +113,7 @@ impl Blob {
     /// Joins the parts.
     #[must_use]
     pub fn new(parts: BlobParts, fetcher: Arc<Fetcher>) -> Arc<Self> {
+        let heat = Heat::new(parts.map.data_size());
         let blob = Self {
             layer: parts.manifest.layer_id(),
             manifest: parts.manifest,
@@ -125,6 +131,7 @@ impl Blob {
             flights: Flights::default(),
             counters: Counters::default(),
             cache_full: AtomicBool::new(false),
+            heat,
             taps: Taps::default(),
         };
         let cached = blob
@@ -136,7 +143,9 @@ impl Blob {
             .map(|(extent, _)| u64::from(extent.len))
             .sum();
         blob.counters.cached.store(cached, Ordering::Relaxed);
-        Arc::new(blob)
+        let blob = Arc::new(blob);
+        blob.fetcher.know(&blob);
+        blob
     }
 
     /// The layer this is the data of.
@@ -161,6 +170,12 @@ impl Blob {
     #[must_use]
     pub fn cache(&self) -> &BlobCache {
         &self.cache
+    }
+
+    /// What fetches it.
+    #[must_use]
+    pub fn fetcher(&self) -> &Arc<Fetcher> {
+        &self.fetcher
     }
 
     /// Address of the store the data comes from.
@@ -189,8 +204,20 @@ impl Blob {
         first..last.max(first)
     }
 
-    /// Tells recordings of a read.
+    /// Where the extents that overlap `offset..end` begin.
+    fn starts(&self, offset: u64, end: u64) -> std::ops::Range<u64> {
+        let first = self.map.extents().get(self.extents(offset, end).start);
+        first.map_or(offset, |e| e.data_offset.min(offset))..end
+    }
+
+    /// Keeps what a read needs from being evicted.
+    fn hold(&self, offset: u64, end: u64) -> Held<'_> {
+        self.cache.hold(&self.starts(offset, end))
+    }
+
+    /// Tells recordings, and who evicts, of a read.
     fn touch(&self, offset: u64, end: u64) {
+        self.heat.touch(&self.starts(offset, end));
         if self.taps.any() {
             self.taps.touch(self.extents(offset, end), |i| {
                 self.map.extents().get(i).map_or(0, |e| e.len)
@@ -219,6 +246,18 @@ impl Blob {
             buf.clear();
             return Some(Ok(()));
         }
+        // While something is evicted there, the read waits elsewhere.
+        let _held = self.cache.try_hold(&self.starts(offset, end))?;
+        self.read_present(offset, end, buf)
+    }
+
+    /// Gives the bytes if they are all in the cache, where the caller holds them.
+    fn read_present(
+        &self,
+        offset: u64,
+        end: u64,
+        buf: &mut ReplyBuf,
+    ) -> Option<Result<(), ReadError>> {
         if !self.extents(offset, end).all(|i| self.cache.has(i as u64)) {
             return None;
         }
@@ -255,8 +294,15 @@ impl Blob {
         buf: &mut ReplyBuf,
     ) -> Result<(), ReadError> {
         let end = self.end(offset, len);
+        if end <= offset {
+            buf.clear();
+            return Ok(());
+        }
+        // From here to the answer nothing of this is evicted: neither what is there, nor what is
+        // fetched for this read.
+        let _held = self.hold(offset, end);
         self.check_suspects(offset, end);
-        if let Some(result) = self.try_read(offset, len, buf) {
+        if let Some(result) = self.read_present(offset, end, buf) {
             return result;
         }
         self.touch(offset, end);
@@ -327,6 +373,7 @@ impl Blob {
     ) -> Result<(), ReadError> {
         let cap = self.fetcher.budget.piece();
         let mut at = offset;
+        let mut again = 0;
         while at < end {
             let source = self.source.read().clone();
             let (piece_end, frames, cost) = self.plan(&source, at, end, cap)?;
@@ -347,6 +394,11 @@ impl Blob {
             match (assembled, landed.failed) {
                 (Ok(()), _) => {}
                 (Err(_), Some(error)) => return Err(ReadError::Shared(error)),
+                // Fetched by another reader, and evicted before this one held it.
+                (Err(ReadError::Damaged { .. }), None) if again < MAX_AGAIN => {
+                    again += 1;
+                    continue;
+                }
                 (Err(error), None) => return Err(error),
             }
             drop(permit);

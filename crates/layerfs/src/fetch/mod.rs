@@ -12,12 +12,17 @@
 //! and marked; if the cache cannot take them (full disk), the flight hands the verified bytes to
 //! its readers instead.
 //!
+//! A read holds what it needs against eviction from its start to its answer (`space` has what is
+//! evicted when).
+//!
 //! Memory: before a reader claims frames it takes their size (raw and stored) out of a
 //! node-wide budget, and puts it back when it has its bytes; large reads go piece by piece.
 
 mod blob;
 mod budget;
+mod evict;
 mod flight;
+mod space;
 mod worker;
 
 use std::sync::Arc;
@@ -30,6 +35,9 @@ use crate::pool::Pool;
 
 pub use blob::{Blob, BlobParts, OpenStore};
 use budget::Budget;
+pub use evict::Checked;
+use space::Space;
+pub use space::{ColdCache, SpaceStatus};
 
 /// Limits of a [`Fetcher`].
 #[derive(Debug, Clone, Copy)]
@@ -43,6 +51,8 @@ pub struct FetchConfig {
     pub batch_bytes: u64,
     /// How long a read waits for its bytes before it fails with `ETIMEDOUT`.
     pub read_timeout: Duration,
+    /// Bytes of disk that the caches may take up together; `None`: as much as there is.
+    pub cache_max: Option<u64>,
 }
 
 impl FetchConfig {
@@ -52,6 +62,7 @@ impl FetchConfig {
         inflight_bytes: 32 << 20,
         batch_bytes: 4 << 20,
         read_timeout: Duration::from_secs(60),
+        cache_max: None,
     };
 }
 
@@ -120,6 +131,7 @@ pub struct Fetcher {
     config: FetchConfig,
     pool: Pool,
     budget: Budget,
+    space: Space,
 }
 
 impl Fetcher {
@@ -130,6 +142,7 @@ impl Fetcher {
             config,
             pool: Pool::new("fetch", config.threads, usize::MAX),
             budget: Budget::new(config.inflight_bytes),
+            space: Space::new(config.cache_max),
         })
     }
 

@@ -223,8 +223,10 @@ impl Blob {
                 }
             }
         }
+        // What is here already, because only a part of the frame was evicted, is not written again.
+        good.retain(|piece| !self.cache.has(piece.index));
         good.sort_by_key(|piece| piece.index);
-        let stored = self.store_pieces(&good);
+        let stored = self.store_with_room(&good);
         if let Some(error) = damaged {
             return Outcome::Failed(Arc::new(error));
         }
@@ -242,6 +244,29 @@ impl Blob {
                 Outcome::Passed(Arc::new(bytes))
             }
         }
+    }
+
+    /// Writes verified extents if the cache may grow by them; on a full disk, gives some of the
+    /// cache up for them first.
+    fn store_with_room(&self, pieces: &[Piece<'_>]) -> io::Result<()> {
+        let bytes: u64 = pieces
+            .iter()
+            .map(|p| (p.bytes.len() as u64).next_multiple_of(4096))
+            .sum();
+        if bytes > 0 && !self.fetcher.admit(bytes) {
+            return Err(io::Error::other("the cache is at its limit"));
+        }
+        let full = |e: &io::Error| {
+            matches!(
+                e.kind(),
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
+            )
+        };
+        match self.store_pieces(pieces) {
+            Err(e) if full(&e) && self.fetcher.relieve(bytes) => self.store_pieces(pieces),
+            done => done,
+        }
+        .inspect_err(|_| self.fetcher.refuse(bytes))
     }
 
     /// Writes verified extents and marks those that were written. Runs of extents that follow
@@ -264,6 +289,8 @@ impl Blob {
                 count += 1;
             }
             let (this, others) = rest.split_at(count);
+            // No hole is made between the write and the bits.
+            let _held = self.cache.hold(&(first.offset..previous.offset + 1));
             if let [single] = this {
                 self.cache.write(single.offset, single.bytes)?;
             } else {

@@ -13,6 +13,7 @@ use layerpack_store::{Blob as BlobRef, Digest, LayerId, LayerMap, LayerStore, Lo
 use layerpack_sys::mount;
 
 use super::Node;
+use super::caches::NO_STORE;
 use super::types::LayerHandle;
 use crate::cache::BlobCache;
 use crate::error::{IoContext, LayerfsError, Result};
@@ -22,8 +23,8 @@ use crate::sync::Ordering;
 
 /// Name of the metadata image in a layer's cache directory.
 pub(super) const META: &str = "meta.erofs";
-const MAP: &str = "map";
-const LOCATOR: &str = "locator";
+pub(super) const MAP: &str = "map";
+pub(super) const LOCATOR: &str = "locator";
 
 /// A layer on the node. Locked while it goes up or down.
 #[derive(Debug, Default)]
@@ -167,6 +168,9 @@ impl Node {
             self.registry.revive(layer);
             return Ok(Some(Arc::clone(&entry.blob)));
         }
+        if let Some(blob) = self.lingering(layer)? {
+            return self.serve(blob).map(Some);
+        }
         let map = self.ensure_map(store, manifest, dir)?;
         if map.data_size() == 0 {
             return Ok(None);
@@ -196,13 +200,35 @@ impl Node {
             },
             Arc::clone(&self.fetcher),
         );
+        blob.set_pinned(self.is_pinned(layer));
+        self.serve(blob).map(Some)
+    }
+
+    fn serve(&self, blob: Arc<Blob>) -> Result<Arc<Blob>> {
         self.registry
             .add(Arc::clone(&blob))
             .ok_or_else(|| LayerfsError::Damaged {
-                layer: *layer.digest(),
+                layer: *blob.layer().digest(),
                 what: "its identity begins like that of another layer on this node".to_owned(),
             })?;
-        Ok(Some(blob))
+        Ok(blob)
+    }
+
+    /// A blob of the layer that left the directory and is still held by a fetch that outlived its
+    /// readers. It serves on: a second one over the same files must not be.
+    fn lingering(&self, layer: LayerId) -> Result<Option<Arc<Blob>>> {
+        for _ in 0..1000 {
+            match self.fetcher.find(layer) {
+                None => return Ok(None),
+                Some(blob) if blob.store_url() != NO_STORE => return Ok(Some(blob)),
+                // One that was only looked at is let go of in a moment.
+                Some(blob) => drop(blob),
+            }
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        Err(LayerfsError::InUse {
+            what: format!("the cache of layer {layer}"),
+        })
     }
 
     /// The layer's map: it never changes, so a verified copy is as good as the store's.

@@ -8,6 +8,7 @@
 //! ROOT/stacks/STACK/        plan.json; meta.erofs and mnt/ of a generated layer
 //! ROOT/manifests/           manifests by digest
 //! ROOT/leases/              who uses what
+//! ROOT/pins.json            layers that eviction leaves alone
 //! ROOT/node-id              the node's name in the leases that it takes in stores
 //! ```
 //!
@@ -15,9 +16,10 @@
 //! sandboxes, not for the users of the host.
 //!
 //! Locks, in the order in which they are taken: `stacking`, one layer's slot, `generated`,
-//! `leases`, the registry. The registry's lock is never held across a system call: the kernel
+//! `leases`, the registry. Who makes room in the cache only tries for a slot. The registry's lock is never held across a system call: the kernel
 //! asks the FUSE threads for the blob while it mounts a layer.
 
+mod caches;
 mod layer;
 mod lease;
 mod recording;
@@ -28,7 +30,7 @@ mod store_lease;
 mod sweep;
 mod types;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::{Read, Seek, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
@@ -55,6 +57,7 @@ use lease::Record;
 use registry::Registry;
 use store_lease::StoreLeases;
 
+pub use caches::{CacheChecked, CacheStatus, CachedLayer, Evicted};
 pub use recording::{Recorded, RecordingBegun};
 pub use types::{
     LayerHandle, LayerStatus, LeaseInfo, LeaseSpec, NodeConfig, NodeStatus, Stack, StoreOpener,
@@ -87,6 +90,8 @@ pub struct Node {
     meta_fetched: AtomicU64,
     stopped: AtomicBool,
     recordings: Arc<Recordings>,
+    /// Layers that eviction leaves alone.
+    pins: Mutex<BTreeSet<LayerId>>,
     housekeeper: Housekeeper,
 }
 
@@ -127,6 +132,7 @@ impl Node {
         let fetcher = Fetcher::new(config.fetch);
         let session = serve_blobs(&config, &root, &registry)?;
         let store_leases = StoreLeases::new(&root)?;
+        let pins = caches::load_pins(&root, &mut problems);
         let records = Record::load_all(&root.join("leases"), &mut problems);
         let node = Arc::new(Self {
             root,
@@ -146,10 +152,13 @@ impl Node {
             meta_fetched: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
             recordings,
+            pins: Mutex::new(pins),
             housekeeper: Housekeeper::default(),
         });
         // From here on, dropping the node unmounts what was mounted.
         node.restore(records?)?;
+        node.fetcher
+            .set_cold(Box::new(caches::Cold(Arc::downgrade(&node))));
         node.keep_house()?;
         Ok(node)
     }

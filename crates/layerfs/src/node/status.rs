@@ -47,6 +47,7 @@ impl Node {
             })
             .collect();
         let sum = |field: fn(&LayerStatus) -> u64| layers.iter().map(field).sum::<u64>();
+        let space = self.fetcher.space();
         let meta_fetched = self.meta_fetched.load(Ordering::Relaxed);
         let totals = Totals {
             layers: mounted.len(),
@@ -68,6 +69,9 @@ impl Node {
             errors: sum(|l| l.errors),
             inflight_bytes: self.fetcher.inflight_bytes(),
             fuse_requests: self.session.lock().as_ref().map_or(0, |s| s.requests()),
+            cache_used_bytes: space.used,
+            cache_max_bytes: space.max.unwrap_or(0),
+            evictions: space.evictions,
         };
         NodeStatus {
             root: self.root.clone(),
@@ -110,6 +114,7 @@ impl Node {
             misses: 0,
             errors: 0,
             passed_through_bytes: 0,
+            evicted_bytes: 0,
         };
         let Some(entry) = self.registry.get(id) else {
             return status;
@@ -127,6 +132,7 @@ impl Node {
         status.misses = counters.misses.load(Ordering::Relaxed);
         status.errors = counters.errors.load(Ordering::Relaxed);
         status.passed_through_bytes = counters.passed_through.load(Ordering::Relaxed);
+        status.evicted_bytes = entry.blob.evicted_bytes();
         status
     }
 }

@@ -155,6 +155,9 @@ pub struct LayerStatus {
     pub errors: u64,
     /// Bytes given to the kernel that the cache could not take.
     pub passed_through_bytes: u64,
+    /// Bytes of data evicted from the cache.
+    #[serde(default)]
+    pub evicted_bytes: u64,
 }
 
 /// Sums over all layers.
@@ -186,6 +189,15 @@ pub struct Totals {
     pub inflight_bytes: u64,
     /// Requests of the kernel so far.
     pub fuse_requests: u64,
+    /// What all caches take up on disk: as measured last, and what was written since.
+    #[serde(default)]
+    pub cache_used_bytes: u64,
+    /// Their limit; 0: none.
+    #[serde(default)]
+    pub cache_max_bytes: u64,
+    /// Runs of extents and whole caches evicted.
+    #[serde(default)]
+    pub evictions: u64,
 }
 
 /// State of a node.
