@@ -6,7 +6,7 @@
 
 use std::path::{Path, PathBuf};
 
-use layerpack_layerfs::{LeaseInfo, LeaseSpec, NodeStatus};
+use layerpack_layerfs::{CacheChecked, LeaseInfo, LeaseSpec, NodeStatus};
 use serde::{Deserialize, Serialize};
 
 /// Version of the API, the `1` of `/v1/…`.
@@ -25,6 +25,15 @@ pub(crate) const STATUS: &str = "/v1/status";
 pub(crate) const STACKS: &str = "/v1/stacks";
 /// `POST` [`StopRequest`]: [`Stopping`].
 pub(crate) const STOP: &str = "/v1/stop";
+
+/// `GET`: [`layerpack_layerfs::CacheStatus`].
+pub(crate) const CACHE: &str = "/v1/cache";
+/// `POST` [`CachePin`]: [`CachePinned`].
+pub(crate) const CACHE_PINS: &str = "/v1/cache/pins";
+/// `POST` [`CacheEvict`]: [`layerpack_layerfs::Evicted`].
+pub(crate) const CACHE_EVICT: &str = "/v1/cache/evict";
+/// `POST` [`CacheLayers`]: [`CacheVerified`].
+pub(crate) const CACHE_VERIFY: &str = "/v1/cache/verify";
 
 /// `POST` [`RecordRequest`]: [`RecordBegun`].
 pub(crate) const RECORDINGS: &str = "/v1/recordings";
@@ -151,6 +160,48 @@ pub(crate) struct Recording {
     pub(crate) touches: Vec<(u32, u32, u32, u32)>,
     /// Extents that no longer fitted.
     pub(crate) left_out: u64,
+}
+
+/// Has layers kept from eviction, or not.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct CachePin {
+    /// Layer ids.
+    pub(crate) layers: Vec<String>,
+    /// Whether they are to be pinned.
+    pub(crate) pinned: bool,
+}
+
+/// What is pinned now.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct CachePinned {
+    /// Layer ids.
+    pub(crate) pinned: Vec<String>,
+}
+
+/// Asks for an eviction.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct CacheEvict {
+    /// Layer ids; absent: all.
+    #[serde(default)]
+    pub(crate) layers: Option<Vec<String>>,
+    /// Instead: until so many bytes of disk are free.
+    #[serde(default)]
+    pub(crate) bytes: Option<u64>,
+}
+
+/// Names layers of the cache.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct CacheLayers {
+    /// Layer ids; absent: all.
+    #[serde(default)]
+    pub(crate) layers: Option<Vec<String>>,
+}
+
+/// What a check of the cache found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct CacheVerified {
+    /// One entry per layer.
+    pub(crate) layers: Vec<CacheChecked>,
 }
 
 /// Answer to the end of a lease.

@@ -1,6 +1,7 @@
 //! The command line: names and options follow docker, podman and restic where they have one.
 
 mod build;
+mod cache;
 mod channels;
 mod flatten;
 mod pack_diff;
@@ -17,6 +18,7 @@ use std::path::PathBuf;
 use clap::{ArgAction, Args, Parser, Subcommand};
 
 pub(crate) use self::build::BuildArgs;
+pub(crate) use self::cache::{CacheArgs, CacheCommand, CacheEvictArgs};
 pub(crate) use self::flatten::FlattenArgs;
 pub(crate) use self::pack_diff::PackDiffArgs;
 pub(crate) use upkeep::{GcArgs, PruneArgs, RepairArgs};
@@ -27,6 +29,7 @@ pub(crate) use self::snapshot::{
     SnapshotInspectArgs, SnapshotLsArgs, SnapshotRebaseArgs, SnapshotSquashArgs, StrategyArg,
 };
 use crate::output::Format;
+use crate::settings::Limit;
 use crate::units::{Age, Bytes, Cpus};
 pub(crate) use channels::{TagArgs, UntagArgs};
 pub(crate) use profile::{
@@ -145,6 +148,8 @@ pub(crate) enum Command {
     Mount(MountArgs),
     /// Unmount what `mount` mounted
     Umount(UmountArgs),
+    /// What this node holds of layers: ls, du, pin, unpin, evict, verify
+    Cache(CacheArgs),
     /// Run, stop or ask the node daemon
     Daemon(DaemonArgs),
     /// Check what this node can do, and say what to change
@@ -306,6 +311,13 @@ pub(crate) enum DaemonCommand {
         /// Which signatures the node asks for [default: ROOT/policy.toml, if it is there]
         #[arg(long, value_name = "FILE")]
         policy: Option<PathBuf>,
+        /// Most disk that the node's cache may take up, such as 20g; none: all there is [default:
+        /// LAYERPACK_CACHE_MAX, else cache_max in the configuration, else none]
+        #[arg(long, value_name = "BYTES")]
+        cache_max: Option<Limit>,
+        /// Configuration file [default: LAYERPACK_CONFIG, else /etc/layerpack/config.toml]
+        #[arg(long, value_name = "FILE")]
+        config: Option<PathBuf>,
     },
     /// Unmount the node's layers and end the daemon
     Stop {

@@ -16,6 +16,7 @@ use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Bytes;
 use hyper::{Method, Request, StatusCode};
 use hyper_util::rt::TokioIo;
+use layerpack_layerfs::{CacheStatus, Evicted};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
@@ -155,6 +156,32 @@ impl Client {
         request: &api::InsideRequest,
     ) -> Result<serde_json::Value, ClientError> {
         self.call(Method::POST, api::INSIDE, Some(request), PATIENT)
+    }
+
+    /// What the node's cache holds.
+    pub(crate) fn cache(&self) -> Result<CacheStatus, ClientError> {
+        self.call::<(), _>(Method::GET, api::CACHE, None, PATIENT)
+    }
+
+    /// Pins layers, or lets them go.
+    pub(crate) fn cache_pin(
+        &self,
+        request: &api::CachePin,
+    ) -> Result<api::CachePinned, ClientError> {
+        self.call(Method::POST, api::CACHE_PINS, Some(request), QUICK)
+    }
+
+    /// Evicts.
+    pub(crate) fn cache_evict(&self, request: &api::CacheEvict) -> Result<Evicted, ClientError> {
+        self.call(Method::POST, api::CACHE_EVICT, Some(request), PATIENT)
+    }
+
+    /// Checks what is cached.
+    pub(crate) fn cache_verify(
+        &self,
+        request: &api::CacheLayers,
+    ) -> Result<api::CacheVerified, ClientError> {
+        self.call(Method::POST, api::CACHE_VERIFY, Some(request), PATIENT)
     }
 
     /// Ends the daemon.

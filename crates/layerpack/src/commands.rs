@@ -2,6 +2,7 @@
 //! or a [`Failure`].
 
 mod build;
+mod cache;
 mod channels;
 mod checkout;
 mod daemon;
@@ -97,6 +98,7 @@ fn dispatch(context: &Context, mut command: Command) -> Outcome {
         Command::Untag(args) => channels::untag(context, &args),
         Command::Mount(args) => mount::run(context, args),
         Command::Umount(args) => umount::run(context, &args),
+        Command::Cache(args) => cache::run(context, args),
         Command::Daemon(args) => daemon::run(context, args),
         Command::Merge(args) => merge::run(context, args),
         Command::Export(args) => export::run(context, args),

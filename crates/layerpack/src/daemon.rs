@@ -27,6 +27,8 @@ use crate::client;
 use handlers::Server;
 use socket::OwnerOnly;
 
+use crate::settings::Settings;
+
 /// Threads that work on requests; more requests than that wait.
 const WORKERS: usize = 32;
 
@@ -34,10 +36,10 @@ const WORKERS: usize = 32;
 ///
 /// # Errors
 /// When the root belongs to a running daemon, or the node cannot be started on this machine.
-pub(crate) fn run(root: &Path, policy: PathBuf) -> anyhow::Result<()> {
-    let node = layerpack_layerfs::Node::start(layerpack_layerfs::NodeConfig::recommended(
-        root.to_owned(),
-    ))?;
+pub(crate) fn run(root: &Path, policy: PathBuf, settings: &Settings) -> anyhow::Result<()> {
+    let mut config = layerpack_layerfs::NodeConfig::recommended(root.to_owned());
+    config.fetch.cache_max = settings.cache_max;
+    let node = layerpack_layerfs::Node::start(config)?;
     prune::at_start(&node, root);
     guards::at_start(root);
     let served = serve(root, Arc::clone(&node), policy);
@@ -107,6 +109,10 @@ fn router(server: Arc<Server>) -> Router {
         .route(&api::recording_path("{id}"), delete(handlers::record_end))
         .route(api::GUARDS, post(handlers::guard))
         .route(api::CHANNELS, post(handlers::channel))
+        .route(api::CACHE, get(handlers::cache::status))
+        .route(api::CACHE_PINS, post(handlers::cache::pin))
+        .route(api::CACHE_EVICT, post(handlers::cache::evict))
+        .route(api::CACHE_VERIFY, post(handlers::cache::verify))
         .route(api::STOP, post(handlers::stop))
         .fallback(handlers::unknown)
         .layer(DefaultBodyLimit::max(api::MAX_REQUEST))

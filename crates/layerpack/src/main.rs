@@ -35,6 +35,7 @@ mod policy;
 mod progress;
 mod published;
 mod registries;
+mod settings;
 mod signing;
 mod stack;
 mod stores;

@@ -13,7 +13,7 @@ use layerpack_store::{Kind, LayerStore, Version};
 use serde::Serialize;
 
 use super::Outcome;
-use crate::args::{Command, ProfileCommand, SandboxCommand, SnapshotCommand, TagArgs, UntagArgs};
+use crate::args::{CacheCommand, Command, ProfileCommand, SandboxCommand, SnapshotCommand, TagArgs, UntagArgs};
 use crate::context::Context;
 use crate::output::{Table, note, print, printable, warning};
 use crate::stack::parse_reference;
@@ -161,6 +161,12 @@ pub(super) fn resolve(context: &Context, command: &mut Command) -> anyhow::Resul
         Command::Profile(args) => match &mut args.command {
             ProfileCommand::Record(args) => &mut args.refs,
             _ => return Ok(()),
+        },
+        Command::Cache(args) => match &mut args.command {
+            CacheCommand::Pin(args) | CacheCommand::Unpin(args) => &mut args.layers,
+            CacheCommand::Evict(args) => &mut args.layers,
+            CacheCommand::Verify(args) => &mut args.layers,
+            CacheCommand::Ls | CacheCommand::Du => return Ok(()),
         },
         Command::Cat(args) => return mount(context, &mut args.refs_and_path),
         Command::Find(args) => &mut args.refs_and_pattern,

@@ -19,6 +19,7 @@ use crate::context::{Context, prepare_root, require_root};
 use crate::mounts::Place;
 use crate::output::{Table, print, printable};
 use crate::policy::{self, Policy};
+use crate::settings::{Given, Settings};
 use crate::units::human_bytes;
 
 /// How long `stop` waits for the process to be gone after it agreed to go.
@@ -28,15 +29,23 @@ pub(super) fn run(context: &Context, args: DaemonArgs) -> Outcome {
     match args.command.unwrap_or(DaemonCommand::Run {
         detached: false,
         policy: None,
+        cache_max: None,
+        config: None,
     }) {
-        DaemonCommand::Run { detached, policy } => serve(context, detached, policy),
+        DaemonCommand::Run {
+            detached,
+            policy,
+            cache_max,
+            config,
+        } => serve(context, detached, policy, Given { config, cache_max }),
         DaemonCommand::Stop { force } => stop(context, force),
         DaemonCommand::Status => status(context),
     }
 }
 
-fn serve(context: &Context, detached: bool, policy: Option<PathBuf>) -> Outcome {
+fn serve(context: &Context, detached: bool, policy: Option<PathBuf>, given: Given) -> Outcome {
     require_root("the daemon")?;
+    let settings = Settings::load(given)?;
     prepare_root(context.root())?;
     if detached {
         // Fails only for a process group leader, which a child that was just started is not.
@@ -51,7 +60,7 @@ fn serve(context: &Context, detached: bool, policy: Option<PathBuf>) -> Outcome 
         }
         None => context.root().join(policy::FILE_NAME),
     };
-    crate::daemon::run(context.root(), policy)?;
+    crate::daemon::run(context.root(), policy, &settings)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -167,6 +176,16 @@ fn describe(out: &mut dyn Write, status: &api::Status) -> io::Result<()> {
         human_bytes(totals.cached_bytes),
         human_bytes(totals.served_bytes),
         totals.errors
+    )?;
+    let limit = match totals.cache_max_bytes {
+        0 => String::new(),
+        max => format!(" of {}", human_bytes(max)),
+    };
+    writeln!(
+        out,
+        "cache on disk {}{limit}; {} evictions",
+        human_bytes(totals.cache_used_bytes),
+        totals.evictions
     )?;
     if !status.node.layers.is_empty() {
         writeln!(out)?;

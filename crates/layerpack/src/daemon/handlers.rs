@@ -1,5 +1,7 @@
 //! One function per request of the API.
 
+pub(super) mod cache;
+
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -123,6 +125,7 @@ impl From<LayerfsError> for Refusal {
             LayerfsError::Store(
                 StoreError::Missing { .. } | StoreError::UnknownReference { .. },
             ) => StatusCode::NOT_FOUND,
+            LayerfsError::NotCached { .. } => StatusCode::NOT_FOUND,
             LayerfsError::InvalidLease { .. } | LayerfsError::Stack { .. } => {
                 StatusCode::BAD_REQUEST
             }

@@ -1,0 +1,186 @@
+//! Settings of the daemon: options first, then variables, then a file.
+//!
+//! The file is what `--config` or `LAYERPACK_CONFIG` names, else `/etc/layerpack/config.toml` if it
+//! is there. A file that is there and cannot be understood is an error: a limit must not vanish by a
+//! typing error.
+
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use anyhow::{Context as _, bail};
+use serde::Deserialize;
+
+use crate::units::Bytes;
+
+/// The file that is read when none is named.
+const DEFAULT_FILE: &str = "/etc/layerpack/config.toml";
+/// Largest file in bytes.
+const MAX_FILE: u64 = 1 << 20;
+
+/// A number of bytes, or `none`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Limit(pub(crate) Option<u64>);
+
+impl FromStr for Limit {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "none" {
+            return Ok(Self(None));
+        }
+        let bytes: Bytes = text
+            .parse()
+            .map_err(|e| format!("{e}, or none for no limit"))?;
+        Ok(Self(Some(bytes.0)))
+    }
+}
+
+/// What the options say.
+#[derive(Debug, Default, Clone)]
+pub(crate) struct Given {
+    /// The file.
+    pub(crate) config: Option<PathBuf>,
+    /// Limit of the cache.
+    pub(crate) cache_max: Option<Limit>,
+}
+
+/// What is in force.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Settings {
+    /// Limit of the node's cache in bytes of disk.
+    pub(crate) cache_max: Option<u64>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    #[serde(default)]
+    daemon: DaemonTable,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct DaemonTable {
+    cache_max: Option<String>,
+}
+
+/// One setting: the option, else the variable, else the file's word.
+fn pick<T: FromStr<Err = String>>(
+    option: Option<T>,
+    variable: &str,
+    value: Option<String>,
+    key: &str,
+    word: Option<String>,
+) -> anyhow::Result<Option<T>> {
+    if option.is_some() {
+        return Ok(option);
+    }
+    let (origin, text) = match (value.filter(|v| !v.is_empty()), word) {
+        (Some(value), _) => (variable, value),
+        (None, Some(word)) => (key, word),
+        (None, None) => return Ok(None),
+    };
+    match text.parse() {
+        Ok(value) => Ok(Some(value)),
+        Err(why) => bail!("{origin}: {why}"),
+    }
+}
+
+impl Settings {
+    /// Puts options, environment and file together.
+    ///
+    /// # Errors
+    /// When the file that is named, or found, cannot be read or understood, or a value is wrong.
+    pub(crate) fn load(given: Given) -> anyhow::Result<Self> {
+        Self::from_parts(
+            given,
+            |name| std::env::var(name).ok(),
+            Path::new(DEFAULT_FILE),
+        )
+    }
+
+    fn from_parts(
+        given: Given,
+        variable: impl Fn(&str) -> Option<String>,
+        default_file: &Path,
+    ) -> anyhow::Result<Self> {
+        let named = given.config.or_else(|| {
+            variable("LAYERPACK_CONFIG")
+                .filter(|v| !v.is_empty())
+                .map(PathBuf::from)
+        });
+        let daemon = match named {
+            Some(path) => read(&path)?,
+            None if default_file.exists() => read(default_file)?,
+            None => File::default(),
+        }
+        .daemon;
+        let cache_max = pick(
+            given.cache_max,
+            "LAYERPACK_CACHE_MAX",
+            variable("LAYERPACK_CACHE_MAX"),
+            "cache_max in the configuration file",
+            daemon.cache_max,
+        )?;
+        Ok(Self {
+            cache_max: cache_max.and_then(|limit| limit.0),
+        })
+    }
+}
+
+fn read(path: &Path) -> anyhow::Result<File> {
+    let size = fs_err::metadata(path)
+        .context("cannot read the configuration")?
+        .len();
+    if size > MAX_FILE {
+        bail!("the configuration {} is too large", path.display());
+    }
+    let text = fs_err::read_to_string(path).context("cannot read the configuration")?;
+    toml::from_str(&text).with_context(|| format!("the configuration {} is wrong", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_come_before_variables_before_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("config.toml");
+        fs_err::write(&file, "[daemon]\ncache_max = \"1g\"\n").unwrap();
+        let absent = dir.path().join("absent");
+        let load = |option: Option<&str>, value: Option<&str>, file: &Path| {
+            let given = Given {
+                config: None,
+                cache_max: option.map(|text| text.parse().unwrap()),
+            };
+            let variable = |name: &str| match name {
+                "LAYERPACK_CACHE_MAX" => value.map(str::to_owned),
+                _ => None,
+            };
+            Settings::from_parts(given, variable, file)
+        };
+        let max = |option, value, file| load(option, value, file).unwrap().cache_max;
+        assert_eq!(max(None, None, &absent), None);
+        assert_eq!(max(None, None, &file), Some(1 << 30));
+        assert_eq!(max(None, Some(""), &file), Some(1 << 30));
+        assert_eq!(max(None, Some("2m"), &file), Some(2 << 20));
+        assert_eq!(max(Some("3m"), Some("2m"), &file), Some(3 << 20));
+        assert_eq!(max(Some("none"), Some("2m"), &file), None);
+        assert!(load(None, Some("many"), &file).is_err());
+        for wrong in [
+            "[daemon]\ncache_mx = \"1g\"",
+            "cache_max = 1",
+            "[daemon]\ncache_max = \"x\"",
+        ] {
+            fs_err::write(&file, wrong).unwrap();
+            assert!(load(None, None, &file).is_err(), "{wrong}");
+        }
+        // A file that is named must be there.
+        let given = Given {
+            config: Some(absent),
+            cache_max: None,
+        };
+        assert!(Settings::from_parts(given, |_| None, &file).is_err());
+    }
+}
