@@ -22,6 +22,7 @@ mod sync;
 pub use error::{LayerfsError, Result};
 pub use node::{
     CacheChecked, CacheStatus, CachedLayer, Evicted, LayerHandle, LayerStatus, LeaseInfo,
-    LeaseSpec, Node, NodeConfig, NodeStatus, Recorded, RecordingBegun, Stack, StoreOpener, Totals,
+    LeaseSpec, Node, NodeConfig, NodeMetrics, NodeStatus, PrefetchMode, PrefetchSpec, Recorded,
+    RecordingBegun, Stack, StoreOpener, Totals,
 };
 pub use record::Touch;

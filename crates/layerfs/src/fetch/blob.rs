@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use layerpack_store::{LayerId, LayerMap, LayerStore, Locator, Manifest, StoreError};
 
+use super::ahead::Unread;
 use super::evict::Heat;
 use super::flight::{Flights, Outcome};
 use super::{Fetcher, ReadError, worker};
@@ -70,6 +71,7 @@ pub struct Blob {
     pub(crate) counters: Counters,
     pub(super) cache_full: AtomicBool,
     pub(super) heat: Heat,
+    pub(super) unread: Unread,
     pub(crate) taps: Taps,
 }
 
@@ -132,6 +134,7 @@ impl Blob {
             counters: Counters::default(),
             cache_full: AtomicBool::new(false),
             heat,
+            unread: Unread::default(),
             taps: Taps::default(),
         };
         let cached = blob
@@ -218,6 +221,7 @@ impl Blob {
     /// Tells recordings, and who evicts, of a read.
     fn touch(&self, offset: u64, end: u64) {
         self.heat.touch(&self.starts(offset, end));
+        self.count_used(self.extents(offset, end));
         if self.taps.any() {
             self.taps.touch(self.extents(offset, end), |i| {
                 self.map.extents().get(i).map_or(0, |e| e.len)
@@ -273,8 +277,10 @@ impl Blob {
                 self.counters
                     .served
                     .fetch_add(end - offset, Ordering::Relaxed);
+                self.fetcher.meter.hit(end - offset);
             }
             Err(e) => {
+                self.fetcher.meter.failed(e);
                 buf.clear();
                 self.report(offset, end, e);
             }
@@ -308,8 +314,13 @@ impl Blob {
         self.touch(offset, end);
         self.counters.reads.fetch_add(1, Ordering::Relaxed);
         self.counters.misses.fetch_add(1, Ordering::Relaxed);
-        let deadline = Instant::now() + self.fetcher.config.read_timeout;
+        let begun = Instant::now();
+        let deadline = begun + self.fetcher.config.read_timeout;
+        let waiting = self.fetcher.waiting.enter();
         let result = self.read_pieces(offset, end, deadline, buf);
+        drop(waiting);
+        let outcome = result.as_ref().map(|()| end - offset);
+        self.fetcher.meter.waited(begun.elapsed(), outcome);
         match &result {
             Ok(()) => {
                 self.counters
@@ -540,6 +551,7 @@ impl Blob {
             self.counters
                 .passed_through
                 .fetch_add(target.len() as u64, Ordering::Relaxed);
+            self.fetcher.meter.passed(target.len() as u64);
         }
         Ok(())
     }

@@ -136,7 +136,7 @@ impl Blob {
         below(run.saturating_mul(RUN_BYTES))..below((run + 1).saturating_mul(RUN_BYTES))
     }
 
-    fn len_of(&self, index: u64) -> u64 {
+    pub(super) fn len_of(&self, index: u64) -> u64 {
         usize::try_from(index)
             .ok()
             .and_then(|at| self.map.extents().get(at))
@@ -219,6 +219,7 @@ impl Blob {
             match punched {
                 Ok(true) => {
                     went += 1;
+                    self.count_wasted(&extents);
                     self.heat.gone(run);
                 }
                 Ok(false) => self.restore(&extents),

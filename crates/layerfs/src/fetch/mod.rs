@@ -18,10 +18,12 @@
 //! Memory: before a reader claims frames it takes their size (raw and stored) out of a
 //! node-wide budget, and puts it back when it has its bytes; large reads go piece by piece.
 
+mod ahead;
 mod blob;
 mod budget;
 mod evict;
 mod flight;
+mod meter;
 mod space;
 mod worker;
 
@@ -33,9 +35,13 @@ use rustix::io::Errno;
 
 use crate::pool::Pool;
 
+use ahead::Waiting;
+pub use ahead::{AheadEnd, AheadOptions, AheadReport, Cancel, fetch_ahead};
 pub use blob::{Blob, BlobParts, OpenStore};
 use budget::Budget;
 pub use evict::Checked;
+use meter::Meter;
+pub use meter::{BUCKETS_MS, ERROR_KINDS, Latencies, MeterStatus, STALL};
 use space::Space;
 pub use space::{ColdCache, SpaceStatus};
 
@@ -132,6 +138,8 @@ pub struct Fetcher {
     pool: Pool,
     budget: Budget,
     space: Space,
+    waiting: Waiting,
+    meter: Meter,
 }
 
 impl Fetcher {
@@ -143,6 +151,8 @@ impl Fetcher {
             pool: Pool::new("fetch", config.threads, usize::MAX),
             budget: Budget::new(config.inflight_bytes),
             space: Space::new(config.cache_max),
+            waiting: Waiting::default(),
+            meter: Meter::default(),
         })
     }
 
@@ -150,6 +160,24 @@ impl Fetcher {
     #[must_use]
     pub fn inflight_bytes(&self) -> u64 {
         self.budget.used()
+    }
+
+    /// Readers that wait for a fetch right now.
+    #[must_use]
+    pub fn readers_waiting(&self) -> u64 {
+        self.waiting.count()
+    }
+
+    /// What the fetcher did since it began.
+    #[must_use]
+    pub fn meter(&self) -> MeterStatus {
+        let oldest = self.waiting.oldest().unwrap_or_default();
+        MeterStatus {
+            waiting: self.waiting.count(),
+            oldest_wait_ms: u64::try_from(oldest.as_millis()).unwrap_or(u64::MAX),
+            inflight: self.inflight_bytes(),
+            ..self.meter.read()
+        }
     }
 
     /// Gives up everything queued (its readers get EIO), starts nothing more, and waits at most

@@ -303,6 +303,13 @@ impl Fetcher {
         false
     }
 
+    /// Whether the cache may take so many bytes more without anything being evicted for them.
+    pub(super) fn has_room(&self, bytes: u64) -> bool {
+        let used = self.space.used.load(Ordering::Relaxed);
+        let limits = self.space.limits;
+        limits.is_none_or(|limits| used.saturating_add(bytes) <= limits.high)
+    }
+
     /// Makes room for `bytes` now, unless somebody else is at it.
     fn make_room(&self, limits: Limits, bytes: u64) -> bool {
         let space = &self.space;

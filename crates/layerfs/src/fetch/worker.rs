@@ -105,6 +105,7 @@ fn run(mut batch: Batch) {
     let wanted: Vec<u32> = batch.frames.iter().map(|(frame, _)| *frame).collect();
     let locator = Arc::clone(&batch.source.locator);
     let mut counted = 0_u64;
+    let begun = Instant::now();
     let (limits, delivery) = (BATCH_LIMITS, Delivery::AsFetched);
     let result =
         store.read_frames_with(&locator, &wanted, limits, delivery, &mut |frame, bytes| {
@@ -123,6 +124,8 @@ fn run(mut batch: Batch) {
         });
     match result {
         Ok(stats) => {
+            let meter = &blob.fetcher.meter;
+            meter.fetched(begun.elapsed(), stats.requests, stats.bytes.max(counted));
             let counters = &blob.counters;
             counters
                 .fetched_stored
@@ -134,6 +137,7 @@ fn run(mut batch: Batch) {
             batch.land_rest(&Outcome::Failed(Arc::new(ReadError::Abandoned)));
         }
         Err(e) => {
+            blob.fetcher.meter.fetched(begun.elapsed(), 1, counted);
             let outcome = if e.is_damage() && blob.refresh(&batch.source, &store) {
                 Outcome::Moved
             } else {
@@ -223,6 +227,8 @@ impl Blob {
                 }
             }
         }
+        let verified = good.iter().map(|piece| piece.bytes.len() as u64).sum();
+        self.fetcher.meter.frame(bytes.len() as u64, verified);
         // What is here already, because only a part of the frame was evicted, is not written again.
         good.retain(|piece| !self.cache.has(piece.index));
         good.sort_by_key(|piece| piece.index);
@@ -302,6 +308,8 @@ impl Blob {
                 }
                 self.cache.write(first.offset, &run)?;
             }
+            let end = previous.offset + previous.bytes.len() as u64;
+            self.fetcher.meter.wrote(end - first.offset);
             let extents = self.map.extents();
             self.cache.mark(this.iter().map(|p| p.index), |index| {
                 let len = usize::try_from(index)

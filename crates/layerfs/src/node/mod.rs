@@ -22,6 +22,7 @@
 mod caches;
 mod layer;
 mod lease;
+mod prefetch;
 mod recording;
 mod registry;
 mod stack;
@@ -54,11 +55,14 @@ use crate::sync::{AtomicBool, AtomicU64, Condvar, Mutex, Ordering, RwLock};
 
 use layer::{Slot, StoreRef};
 use lease::Record;
+use prefetch::Prefetches;
 use registry::Registry;
 use store_lease::StoreLeases;
 
 pub use caches::{CacheChecked, CacheStatus, CachedLayer, Evicted};
+pub use prefetch::{PrefetchMode, PrefetchSpec};
 pub use recording::{Recorded, RecordingBegun};
+pub use status::NodeMetrics;
 pub use types::{
     LayerHandle, LayerStatus, LeaseInfo, LeaseSpec, NodeConfig, NodeStatus, Stack, StoreOpener,
     Totals,
@@ -90,6 +94,7 @@ pub struct Node {
     meta_fetched: AtomicU64,
     stopped: AtomicBool,
     recordings: Arc<Recordings>,
+    prefetches: Prefetches,
     /// Layers that eviction leaves alone.
     pins: Mutex<BTreeSet<LayerId>>,
     housekeeper: Housekeeper,
@@ -152,6 +157,7 @@ impl Node {
             meta_fetched: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
             recordings,
+            prefetches: Prefetches::new(),
             pins: Mutex::new(pins),
             housekeeper: Housekeeper::default(),
         });
@@ -296,7 +302,9 @@ impl Node {
         {
             let _ = thread.join();
         }
+        self.prefetches.cancel_all();
         self.fetcher.close(END_LIMIT);
+        self.prefetches.close(END_LIMIT);
         self.checkpoint();
         self.update_store_leases();
         result

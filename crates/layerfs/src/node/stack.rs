@@ -281,6 +281,7 @@ impl Node {
     /// [`LayerfsError::UnknownLease`], or when the record cannot be removed.
     pub fn release(&self, id: &str) -> Result<()> {
         check_id(id)?;
+        self.prefetches.cancel(id);
         let known = self.leases.lock().contains_key(id);
         if !known {
             return Err(LayerfsError::UnknownLease { id: id.to_owned() });

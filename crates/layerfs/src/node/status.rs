@@ -7,7 +7,27 @@ use layerpack_store::{Digest, LayerId, Manifest};
 
 use super::Node;
 use super::types::{LayerStatus, NodeStatus, Totals};
+use crate::fetch::{MeterStatus, SpaceStatus};
 use crate::sync::Ordering;
+
+/// A node's counters and gauges, for monitoring.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct NodeMetrics {
+    /// Reads and fetches of data.
+    pub meter: MeterStatus,
+    /// Room in the cache.
+    pub space: SpaceStatus,
+    /// Bytes of metadata fetched.
+    pub meta_fetched: u64,
+    /// Requests of the kernel.
+    pub fuse_requests: u64,
+    /// Layers whose data is served now.
+    pub layers_served: u64,
+    /// Leases held now.
+    pub leases: u64,
+    /// Problems listed in the status now.
+    pub problems: u64,
+}
 
 impl Node {
     /// The state of all layers and their sums.
@@ -81,6 +101,20 @@ impl Node {
         }
     }
 
+    /// What the node did since it started, for monitoring.
+    #[must_use]
+    pub fn metrics(&self) -> NodeMetrics {
+        NodeMetrics {
+            meter: self.fetcher.meter(),
+            space: self.fetcher.space(),
+            meta_fetched: self.meta_fetched.load(Ordering::Relaxed),
+            fuse_requests: self.session.lock().as_ref().map_or(0, |s| s.requests()),
+            layers_served: self.registry.entries().len() as u64,
+            leases: self.leases.lock().len() as u64,
+            problems: self.problems.lock().len() as u64,
+        }
+    }
+
     fn layer_status(
         &self,
         id: LayerId,
@@ -115,6 +149,9 @@ impl Node {
             errors: 0,
             passed_through_bytes: 0,
             evicted_bytes: 0,
+            prefetched_bytes: 0,
+            prefetch_used_bytes: 0,
+            prefetch_wasted_bytes: 0,
         };
         let Some(entry) = self.registry.get(id) else {
             return status;
@@ -133,6 +170,11 @@ impl Node {
         status.errors = counters.errors.load(Ordering::Relaxed);
         status.passed_through_bytes = counters.passed_through.load(Ordering::Relaxed);
         status.evicted_bytes = entry.blob.evicted_bytes();
+        (
+            status.prefetched_bytes,
+            status.prefetch_used_bytes,
+            status.prefetch_wasted_bytes,
+        ) = entry.blob.ahead();
         status
     }
 }

@@ -32,6 +32,8 @@ pub struct NodeConfig {
     pub read_ahead_kb: u32,
     /// Layers without a lease that stay mounted, so that their next user finds them warm.
     pub idle_layers: usize,
+    /// Bytes a second that a fill of whole layers fetches, at most.
+    pub fill_bytes_per_second: Option<u64>,
     /// Time between two rounds of housekeeping: cache checkpoints, leases of dead processes.
     pub housekeeping: Duration,
     /// Opens stores by address.
@@ -60,6 +62,7 @@ impl NodeConfig {
             open_mode: OpenMode::Cached,
             read_ahead_kb: 1024,
             idle_layers: 64,
+            fill_bytes_per_second: Some(64 << 20),
             housekeeping: Duration::from_secs(15),
             open_store: Arc::new(|url| layerpack_store::open_url(url).map(LayerStore::new)),
         }
@@ -158,6 +161,15 @@ pub struct LayerStatus {
     /// Bytes of data evicted from the cache.
     #[serde(default)]
     pub evicted_bytes: u64,
+    /// Bytes fetched before they were asked for.
+    #[serde(default)]
+    pub prefetched_bytes: u64,
+    /// Of these, bytes that were read afterwards.
+    #[serde(default)]
+    pub prefetch_used_bytes: u64,
+    /// Of these, bytes that were evicted unread.
+    #[serde(default)]
+    pub prefetch_wasted_bytes: u64,
 }
 
 /// Sums over all layers.
