@@ -6,7 +6,7 @@
 
 use std::path::{Path, PathBuf};
 
-use layerpack_layerfs::{CacheChecked, LeaseInfo, LeaseSpec, NodeStatus};
+use layerpack_layerfs::{CacheChecked, LeaseInfo, LeaseSpec, NodeStatus, PrefetchSpec};
 use serde::{Deserialize, Serialize};
 
 /// Version of the API, the `1` of `/v1/…`.
@@ -21,6 +21,8 @@ pub(crate) const LOG_NAME: &str = "daemon.log";
 pub(crate) const INFO: &str = "/v1/info";
 /// `GET`: [`Status`].
 pub(crate) const STATUS: &str = "/v1/status";
+/// `GET`: counters for monitoring, as text.
+pub(crate) const METRICS: &str = "/metrics";
 /// `POST` [`StackRequest`]: [`StackReply`].
 pub(crate) const STACKS: &str = "/v1/stacks";
 /// `POST` [`StopRequest`]: [`Stopping`].
@@ -117,6 +119,9 @@ pub(crate) struct StackRequest {
     pub(crate) layers: Vec<String>,
     /// Who needs it, until when.
     pub(crate) lease: LeaseSpec,
+    /// What to fetch before it is read.
+    #[serde(default)]
+    pub(crate) prefetch: PrefetchSpec,
 }
 
 /// A stack that is up.

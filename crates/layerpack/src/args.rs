@@ -5,6 +5,7 @@ mod cache;
 mod channels;
 mod flatten;
 mod pack_diff;
+mod prefetch;
 mod profile;
 mod query;
 mod signing;
@@ -32,6 +33,7 @@ use crate::output::Format;
 use crate::settings::Limit;
 use crate::units::{Age, Bytes, Cpus};
 pub(crate) use channels::{TagArgs, UntagArgs};
+pub(crate) use prefetch::PrefetchArgs;
 pub(crate) use profile::{
     ProfileArgs, ProfileCommand, ProfileMergeArgs, ProfileRecordArgs, ProfileShowArgs, SeedArgs,
 };
@@ -283,6 +285,8 @@ pub(crate) struct MountArgs {
     /// Writable: changes go to a scratch directory of the node, which `umount` deletes
     #[arg(long)]
     pub(crate) rw: bool,
+    #[command(flatten)]
+    pub(crate) prefetch: PrefetchArgs,
 }
 
 #[derive(Debug, Args)]
@@ -315,6 +319,14 @@ pub(crate) enum DaemonCommand {
         /// LAYERPACK_CACHE_MAX, else cache_max in the configuration, else none]
         #[arg(long, value_name = "BYTES")]
         cache_max: Option<Limit>,
+        /// Bytes a second that `--prefetch all` fetches at most, such as 20m; none: as fast as it
+        /// goes [default: LAYERPACK_FILL_RATE, else fill_rate in the configuration, else 64m]
+        #[arg(long, value_name = "BYTES")]
+        fill_rate: Option<Limit>,
+        /// Also serve metrics on this address, such as 127.0.0.1:9464 [default:
+        /// LAYERPACK_METRICS_LISTEN, else metrics_listen in the configuration, else none]
+        #[arg(long, value_name = "ADDRESS")]
+        metrics_listen: Option<std::net::SocketAddr>,
         /// Configuration file [default: LAYERPACK_CONFIG, else /etc/layerpack/config.toml]
         #[arg(long, value_name = "FILE")]
         config: Option<PathBuf>,
@@ -394,6 +406,8 @@ pub(crate) struct RunArgs {
     #[arg(long)]
     pub(crate) rm: bool,
     #[command(flatten)]
+    pub(crate) prefetch: PrefetchArgs,
+    #[command(flatten)]
     pub(crate) process: ProcessArgs,
     #[command(flatten)]
     pub(crate) shape: ShapeArgs,
@@ -444,6 +458,8 @@ pub(crate) struct SandboxCreateArgs {
     /// What must not leave by those: a file of rules, or `standard` [default: the node's rules]
     #[arg(long, value_name = "FILE", requires = "allow_pack_diff")]
     pub(crate) pack_diff_rules: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) prefetch: PrefetchArgs,
     #[command(flatten)]
     pub(crate) shape: ShapeArgs,
 }

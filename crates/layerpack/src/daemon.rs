@@ -8,9 +8,11 @@
 mod channels;
 mod guards;
 mod handlers;
+mod metrics;
 mod prune;
 pub(crate) mod socket;
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -39,10 +41,11 @@ const WORKERS: usize = 32;
 pub(crate) fn run(root: &Path, policy: PathBuf, settings: &Settings) -> anyhow::Result<()> {
     let mut config = layerpack_layerfs::NodeConfig::recommended(root.to_owned());
     config.fetch.cache_max = settings.cache_max;
+    config.fill_bytes_per_second = settings.fill_rate;
     let node = layerpack_layerfs::Node::start(config)?;
     prune::at_start(&node, root);
     guards::at_start(root);
-    let served = serve(root, Arc::clone(&node), policy);
+    let served = serve(root, Arc::clone(&node), policy, settings.metrics_listen);
     // Whatever ended the serving, nothing may stay mounted. After a stop by the API this finds
     // nothing to do.
     let stopped = node.stop(true).context("cannot unmount everything");
@@ -55,7 +58,12 @@ pub(crate) fn run(root: &Path, policy: PathBuf, settings: &Settings) -> anyhow::
     Ok(())
 }
 
-fn serve(root: &Path, node: Arc<layerpack_layerfs::Node>, policy: PathBuf) -> anyhow::Result<()> {
+fn serve(
+    root: &Path,
+    node: Arc<layerpack_layerfs::Node>,
+    policy: PathBuf,
+    metrics_listen: Option<SocketAddr>,
+) -> anyhow::Result<()> {
     let info = api::Info {
         api: api::VERSION,
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -77,6 +85,9 @@ fn serve(root: &Path, node: Arc<layerpack_layerfs::Node>, policy: PathBuf) -> an
     runtime.block_on(async {
         let listener = OwnerOnly::bind(root)
             .with_context(|| format!("cannot listen on {}", api::socket_path(root).display()))?;
+        if let Some(address) = metrics_listen {
+            metrics::listen(address, Arc::clone(&server)).await?;
+        }
         // Registered before anyone is told that the daemon is ready.
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
@@ -102,6 +113,7 @@ fn serve(root: &Path, node: Arc<layerpack_layerfs::Node>, policy: PathBuf) -> an
 fn router(server: Arc<Server>) -> Router {
     Router::new()
         .route(api::INFO, get(handlers::info))
+        .route(api::METRICS, get(metrics::answer))
         .route(api::STATUS, get(handlers::status))
         .route(api::STACKS, post(handlers::stack_up))
         .route(&api::stack_path("{lease}"), delete(handlers::release))

@@ -16,7 +16,7 @@ use layerpack_runtime::{
 };
 
 use crate::api::StackRequest;
-use crate::args::{NetworkArg, ProcessArgs, ShapeArgs};
+use crate::args::{NetworkArg, PrefetchArgs, ProcessArgs, ShapeArgs};
 use crate::client::{Client, ClientError};
 use crate::context::Context;
 use crate::depth;
@@ -67,11 +67,13 @@ impl SandboxLease {
         context: &Context,
         references: &[String],
         shape: &ShapeArgs,
+        prefetch: &PrefetchArgs,
         watched: bool,
     ) -> anyhow::Result<(Self, SandboxSpec)> {
         let store = context.store()?;
         let layers = stack::resolve(&store, references)?;
         let mounted = depth::bounded(&store, &layers);
+        let prefetch = prefetch.spec(&store)?;
         drop(store);
         // A process that forks a sandbox has one thread: a remote store's end here. The daemon
         // asks it for everything else.
@@ -98,6 +100,7 @@ impl SandboxLease {
                 owner: owner.clone(),
                 pid,
             },
+            prefetch: prefetch.clone(),
         };
         let reply = match client.stack_up(&request(&mounted)) {
             // What the node merged itself is signed by nobody, say.

@@ -4,6 +4,7 @@
 //! is there. A file that is there and cannot be understood is an error: a limit must not vanish by a
 //! typing error.
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -35,6 +36,25 @@ impl FromStr for Limit {
     }
 }
 
+/// What a fill fetches a second unless something else is said.
+const FILL_RATE: Limit = Limit(Some(64 << 20));
+
+/// An address to listen on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Address(SocketAddr);
+
+impl FromStr for Address {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        text.parse().map(Self).map_err(|_| {
+            format!(
+                "{text:?} is not an address to listen on: write IP:PORT, such as 127.0.0.1:9464"
+            )
+        })
+    }
+}
+
 /// What the options say.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct Given {
@@ -42,6 +62,10 @@ pub(crate) struct Given {
     pub(crate) config: Option<PathBuf>,
     /// Limit of the cache.
     pub(crate) cache_max: Option<Limit>,
+    /// Limit of what a fill fetches a second.
+    pub(crate) fill_rate: Option<Limit>,
+    /// Where metrics are served besides the socket.
+    pub(crate) metrics_listen: Option<SocketAddr>,
 }
 
 /// What is in force.
@@ -49,6 +73,10 @@ pub(crate) struct Given {
 pub(crate) struct Settings {
     /// Limit of the node's cache in bytes of disk.
     pub(crate) cache_max: Option<u64>,
+    /// Bytes a second that a fill fetches at most.
+    pub(crate) fill_rate: Option<u64>,
+    /// Where metrics are served besides the socket.
+    pub(crate) metrics_listen: Option<SocketAddr>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -62,6 +90,8 @@ struct File {
 #[serde(deny_unknown_fields)]
 struct DaemonTable {
     cache_max: Option<String>,
+    fill_rate: Option<String>,
+    metrics_listen: Option<String>,
 }
 
 /// One setting: the option, else the variable, else the file's word.
@@ -122,7 +152,23 @@ impl Settings {
             "cache_max in the configuration file",
             daemon.cache_max,
         )?;
+        let fill_rate = pick(
+            given.fill_rate,
+            "LAYERPACK_FILL_RATE",
+            variable("LAYERPACK_FILL_RATE"),
+            "fill_rate in the configuration file",
+            daemon.fill_rate,
+        )?;
+        let metrics_listen = pick(
+            given.metrics_listen.map(Address),
+            "LAYERPACK_METRICS_LISTEN",
+            variable("LAYERPACK_METRICS_LISTEN"),
+            "metrics_listen in the configuration file",
+            daemon.metrics_listen,
+        )?;
         Ok(Self {
+            fill_rate: fill_rate.unwrap_or(FILL_RATE).0,
+            metrics_listen: metrics_listen.map(|address| address.0),
             cache_max: cache_max.and_then(|limit| limit.0),
         })
     }
@@ -153,6 +199,7 @@ mod tests {
             let given = Given {
                 config: None,
                 cache_max: option.map(|text| text.parse().unwrap()),
+                ..Given::default()
             };
             let variable = |name: &str| match name {
                 "LAYERPACK_CACHE_MAX" => value.map(str::to_owned),
@@ -179,7 +226,7 @@ mod tests {
         // A file that is named must be there.
         let given = Given {
             config: Some(absent),
-            cache_max: None,
+            ..Given::default()
         };
         assert!(Settings::from_parts(given, |_| None, &file).is_err());
     }

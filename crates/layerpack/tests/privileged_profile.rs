@@ -156,3 +156,93 @@ fn privileged_a_mount_is_recorded() {
     node.ok(["umount", &at]);
     drop(guard);
 }
+
+/// What the daemon answers to a plain request on its socket.
+fn metrics(node: &Node) -> String {
+    use std::io::{Read as _, Write as _};
+    let socket = node.root().join("daemon.sock");
+    let mut stream = std::os::unix::net::UnixStream::connect(socket).unwrap();
+    let request = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+    stream.write_all(request).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    answer
+}
+
+fn metric(page: &str, name: &str) -> u64 {
+    let line = page
+        .lines()
+        .find(|line| line.starts_with(&format!("{name} ")));
+    let value = line.and_then(|line| line.rsplit(' ').next());
+    value
+        .unwrap_or_else(|| panic!("{name}: {page}"))
+        .parse()
+        .unwrap()
+}
+
+#[test]
+fn privileged_a_recorded_profile_is_fetched_ahead() {
+    if !is_root() {
+        skip!("needs root for sandboxes");
+    }
+    let node = layers("profile-ahead");
+    record(&node, "first", "used");
+    node.ok(["cache", "evict", "--all"]);
+    let dir = node.scratch.mkdir("mnt").unwrap().display().to_string();
+    let before = metric(&metrics(&node), "layerpack_prefetched_bytes_total");
+    let mount = |extra: &[&str]| {
+        let mut arguments = vec!["mount"];
+        arguments.extend(extra);
+        arguments.extend(STACK);
+        arguments.push(&dir);
+        node.ok(arguments);
+    };
+    mount(&["--prefetch", "none"]);
+    node.ok(["umount", &dir]);
+    // By the stack's own profile.
+    mount(&[]);
+    let ahead = || metric(&metrics(&node), "layerpack_prefetched_bytes_total") - before;
+    assert!(support::wait_until(|| ahead() >= 3 << 20), "{}", node.log());
+    let read = fs_err::read(format!("{dir}/srv/used")).unwrap();
+    assert!(read == fs_err::read(node.scratch.join("work/srv/used")).unwrap());
+    let page = metrics(&node);
+    assert!(
+        metric(&page, "layerpack_prefetch_used_bytes_total") >= 3 << 20,
+        "{page}"
+    );
+    assert!(metric(&page, "layerpack_served_bytes_total") >= 3 << 20);
+    assert!(page.contains("layerpack_fetch_seconds_bucket{le=\"+Inf\"}"));
+    let status = node.json(["daemon", "status"]);
+    let layers = status["node"]["layers"].as_array().unwrap();
+    let work = layers
+        .iter()
+        .find(|l| l["reference"] == "workspace/w:1")
+        .unwrap();
+    assert!(
+        work["cached_bytes"].as_u64().unwrap() < 5 << 20,
+        "only what is named: {work}"
+    );
+    node.ok(["umount", &dir]);
+    mount(&["--prefetch", "all", "--profile", "first"]);
+    let whole = || {
+        let listed = node.json(["cache", "ls"]);
+        let work = listed.as_array().unwrap().iter();
+        let mut work = work.filter(|l| l["reference"] == "workspace/w:1");
+        work.next().unwrap()["cached_bytes"].as_u64() >= Some(6 << 20)
+    };
+    assert!(support::wait_until(whole), "{}", node.log());
+    node.ok(["umount", &dir]);
+    let wrong = ["mount", "--profile", "none-such", STACK[0], &dir];
+    assert!(node.fails(1, wrong).contains("none-such"));
+    let wrong = [
+        "mount",
+        "--prefetch",
+        "none",
+        "--profile",
+        "first",
+        STACK[0],
+        &dir,
+    ];
+    assert!(node.fails(1, wrong).contains("--prefetch"));
+}

@@ -30,14 +30,26 @@ pub(super) fn run(context: &Context, args: DaemonArgs) -> Outcome {
         detached: false,
         policy: None,
         cache_max: None,
+        fill_rate: None,
+        metrics_listen: None,
         config: None,
     }) {
         DaemonCommand::Run {
             detached,
             policy,
             cache_max,
+            fill_rate,
+            metrics_listen,
             config,
-        } => serve(context, detached, policy, Given { config, cache_max }),
+        } => {
+            let given = Given {
+                config,
+                cache_max,
+                fill_rate,
+                metrics_listen,
+            };
+            serve(context, detached, policy, given)
+        }
         DaemonCommand::Stop { force } => stop(context, force),
         DaemonCommand::Status => status(context),
     }

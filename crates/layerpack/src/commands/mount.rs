@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context as _, anyhow, bail};
-use layerpack_layerfs::LeaseSpec;
+use layerpack_layerfs::{LeaseSpec, PrefetchSpec};
 use layerpack_sys::mount::{self, OverlaySpec};
 use serde::Serialize;
 
@@ -42,6 +42,7 @@ pub(super) fn run(context: &Context, args: MountArgs) -> Outcome {
     let (references, dir) = split(args.refs_and_dir)?;
     let store = context.store()?;
     let layers = stack::resolve(&store, &references)?;
+    let prefetch = args.prefetch.spec(&store)?;
     let directory =
         fs_err::canonicalize(&dir).context("the mount point must exist (create it with mkdir)")?;
     if !directory.is_dir() {
@@ -50,7 +51,7 @@ pub(super) fn run(context: &Context, args: MountArgs) -> Outcome {
     outside_of_root(context.root(), &directory)?;
     let client = context.daemon("mounting layers")?;
     let claim = Claim::new(context, &client, &directory, &layers, args.rw)?;
-    let lowers = claim.stack_up(context, &depth::bounded(&store, &layers))?;
+    let lowers = claim.stack_up(context, &depth::bounded(&store, &layers), prefetch)?;
     let tree = merge(&lowers, args.rw.then(|| claim.place.upper_and_work()))?;
     mount::attach(tree.as_fd(), &directory)?;
     claim.keep();
@@ -150,7 +151,12 @@ impl<'a> Claim<'a> {
         })
     }
 
-    fn stack_up(&self, context: &Context, layers: &[StackLayer]) -> anyhow::Result<Vec<PathBuf>> {
+    fn stack_up(
+        &self,
+        context: &Context,
+        layers: &[StackLayer],
+        prefetch: PrefetchSpec,
+    ) -> anyhow::Result<Vec<PathBuf>> {
         let request = StackRequest {
             store: context.store_url().to_owned(),
             layers: layers
@@ -162,6 +168,7 @@ impl<'a> Claim<'a> {
                 owner: "mount".to_owned(),
                 pid: None,
             },
+            prefetch,
         };
         let reply = self.client.stack_up(&request)?;
         super::build::warn(context, &reply.warnings);

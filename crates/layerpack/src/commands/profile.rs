@@ -11,7 +11,8 @@ use serde::Serialize;
 use super::Outcome;
 use crate::api::{RecordRequest, Recording};
 use crate::args::{
-    ProfileArgs, ProfileCommand, ProfileMergeArgs, ProfileRecordArgs, ProfileShowArgs, RunArgs,
+    PrefetchArgs, ProfileArgs, ProfileCommand, ProfileMergeArgs, ProfileRecordArgs,
+    ProfileShowArgs, RunArgs,
 };
 use crate::client::Client;
 use crate::context::Context;
@@ -112,6 +113,8 @@ fn record(context: &Context, args: ProfileRecordArgs) -> Outcome {
             refs: args.refs,
             command: args.command,
             rm: true,
+            // What is fetched ahead is not what is read.
+            prefetch: PrefetchArgs::none(),
             process: args.process,
             shape: args.shape,
         },

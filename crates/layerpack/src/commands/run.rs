@@ -30,7 +30,7 @@ fn launch(context: &Context, args: RunArgs) -> Outcome {
         &args.process,
         &std::collections::BTreeMap::new(),
     )?;
-    let (lease, spec) = SandboxLease::take(context, &args.refs, &args.shape, true)?;
+    let (lease, spec) = SandboxLease::take(context, &args.refs, &args.shape, &args.prefetch, true)?;
     let streams = Streams::inherit(args.process.interactive)?;
     let exit = sandboxes(context.root())?
         .run(&spec, &command, streams, !args.rm)

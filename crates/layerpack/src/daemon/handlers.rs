@@ -33,7 +33,7 @@ const BUSY: Duration = Duration::from_secs(5);
 /// What all requests share.
 #[derive(Debug)]
 pub(super) struct Server {
-    node: Arc<Node>,
+    pub(super) node: Arc<Node>,
     info: api::Info,
     stop: Arc<Notify>,
     /// File of the signature policy.
@@ -195,6 +195,7 @@ pub(super) async fn stack_up(
         let store = server.store(&request.store)?;
         let warnings = server.check_policy(&store, &layers)?;
         let stack = server.node.stack_up(&store, &layers, &lease)?;
+        server.node.prefetch(&store, &lease.id, &request.prefetch)?;
         Ok(api::StackReply {
             lease: lease.id,
             lowers: stack.lowers,

@@ -94,7 +94,7 @@ pub(super) fn run(context: &Context, args: SandboxCreateArgs) -> Outcome {
             vec![from]
         }
     };
-    let (lease, mut spec) = SandboxLease::take(context, &refs, &args.shape, false)?;
+    let (lease, mut spec) = SandboxLease::take(context, &refs, &args.shape, &args.prefetch, false)?;
     spec.env = variables;
     set_defaults(&mut spec, args.user, args.workdir.as_deref())?;
     let rules = match &args.pack_diff_rules {

@@ -1,0 +1,61 @@
+//! Options about fetching ahead, of everything that mounts a stack.
+
+use anyhow::bail;
+use clap::Args;
+use layerpack_layerfs::{PrefetchMode, PrefetchSpec};
+use layerpack_store::LayerStore;
+
+/// What is fetched before it is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum PrefetchArg {
+    /// Nothing.
+    None,
+    /// Metadata, which a mount always has.
+    Meta,
+    /// What the stack's access profile names, if there is one.
+    Profile,
+    /// That, then everything else, slowly.
+    All,
+}
+
+#[derive(Debug, Clone, Args)]
+pub(crate) struct PrefetchArgs {
+    /// What to fetch before it is read
+    #[arg(long, value_enum, value_name = "WHAT", default_value_t = PrefetchArg::Profile)]
+    pub(crate) prefetch: PrefetchArg,
+    /// The access profile to go by, by name or digest [default: the one that the store has for the
+    /// stack]
+    #[arg(long, value_name = "PROFILE")]
+    pub(crate) profile: Option<String>,
+}
+
+impl PrefetchArgs {
+    /// Fetch nothing ahead.
+    pub(crate) fn none() -> Self {
+        Self {
+            prefetch: PrefetchArg::None,
+            profile: None,
+        }
+    }
+
+    /// For the daemon; a profile that is named is looked up, so that an error is the command's.
+    ///
+    /// # Errors
+    /// When the profile is not in the store, or nothing is to be fetched by it.
+    pub(crate) fn spec(&self, store: &LayerStore) -> anyhow::Result<PrefetchSpec> {
+        let mode = match self.prefetch {
+            PrefetchArg::None => PrefetchMode::None,
+            PrefetchArg::Meta => PrefetchMode::Meta,
+            PrefetchArg::Profile => PrefetchMode::Profile,
+            PrefetchArg::All => PrefetchMode::All,
+        };
+        let profile = match (&self.profile, mode) {
+            (None, _) => None,
+            (Some(_), PrefetchMode::None | PrefetchMode::Meta) => {
+                bail!("--profile says what to fetch ahead: it goes with --prefetch profile or all")
+            }
+            (Some(name), _) => Some(store.find_profile(name)?.0.to_string()),
+        };
+        Ok(PrefetchSpec { mode, profile })
+    }
+}
