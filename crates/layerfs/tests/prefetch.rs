@@ -76,8 +76,8 @@ fn a_list_is_fetched_in_its_order_and_counted_when_it_is_read() {
     let late = part(&blob, false, 3 * MIB / 2);
     let early = part(&blob, true, MIB / 4);
     let both: Vec<u64> = late.iter().chain(&early).copied().collect();
-    let (end, fetched, present) = ahead(&blob, &both, AheadOptions::default());
-    assert_eq!((end, present), (AheadEnd::Done, 0));
+    let (end, fetched, _) = ahead(&blob, &both, AheadOptions::default());
+    assert_eq!(end, AheadEnd::Done);
     assert!(fetched >= sum(&blob, &both));
     assert!(both.iter().all(|i| blob.cache().has(*i)));
     let frame = |index: u64| {
@@ -90,9 +90,10 @@ fn a_list_is_fetched_in_its_order_and_counted_when_it_is_read() {
         of.iter().any(|index| range.contains(&frame(*index)))
     };
     assert!(has(&seen[0].1, &late), "{seen:?}");
-    assert!(has(&seen.last().unwrap().1, &early), "{seen:?}");
+    assert!(!has(&seen[0].1, &early), "{seen:?}");
+    assert!(seen.iter().any(|(_, range)| has(range, &early)), "{seen:?}");
     let requests = gauge.ranges.load(Ordering::SeqCst);
-    assert!(requests < 12, "large requests: {requests}");
+    assert!(requests < 20, "large requests: {requests}");
     assert_eq!(blob.ahead(), (fetched, 0, 0));
 
     // Again: all of it is there.

@@ -188,6 +188,8 @@ fn privileged_a_recorded_profile_is_fetched_ahead() {
     }
     let node = layers("profile-ahead");
     record(&node, "first", "used");
+    // With the mounts goes what the kernel has cached.
+    node.ok(["daemon", "stop"]);
     node.ok(["cache", "evict", "--all"]);
     let dir = node.scratch.mkdir("mnt").unwrap().display().to_string();
     let before = metric(&metrics(&node), "layerpack_prefetched_bytes_total");

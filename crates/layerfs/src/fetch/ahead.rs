@@ -272,7 +272,7 @@ impl Run<'_> {
             frames,
             cost,
         } = gathered;
-        if !blob.fetcher.has_room(cost) {
+        if !blob.fetcher.has_room(self.cost + cost) {
             return Err(AheadEnd::NoRoom);
         }
         let claim = blob.flights.claim(source.generation, &frames, |frame| {

@@ -215,8 +215,9 @@ impl Blob {
         }
         let mut went = 0;
         for Withdrawn { run, extents } in withdrawn {
-            let punched = self.punch(run, &extents);
-            match punched {
+            // All that is absent of it, also what went another way.
+            let whole: Vec<u64> = self.run_extents(run).collect();
+            match self.punch(run, &whole) {
                 Ok(true) => {
                     went += 1;
                     self.count_wasted(&extents);

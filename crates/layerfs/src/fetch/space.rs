@@ -20,7 +20,7 @@ use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering};
 
 /// Time between two searches for room when there is hardly any to be had.
 const BARREN: Duration = Duration::from_secs(1);
-/// Room made at least when the disk is full, in bytes.
+/// Room made when the disk is full, in bytes, but not more than an eighth of what there is.
 const SLACK: u64 = 4 << 20;
 /// Bytes in a file that no presence bit speaks of, from which on they are looked for.
 const GARBAGE: u64 = 1 << 20;
@@ -61,6 +61,8 @@ struct Limits {
 pub(super) struct Space {
     limits: Option<Limits>,
     used: AtomicU64,
+    /// Admitted, and not written yet.
+    pending: AtomicU64,
     blobs: Mutex<Vec<Weak<Blob>>>,
     cold: OnceLock<Box<dyn ColdCache>>,
     /// The blob at which the search goes on. Whoever has the lock makes room.
@@ -111,15 +113,23 @@ impl Space {
         live
     }
 
-    /// Asks the filesystem.
+    /// Asks the filesystem, and adds what is on its way: that may be counted twice, but not never.
     fn measure(&self) -> u64 {
+        // In this order: what is admitted from here on is in the difference below or in `pending`,
+        // and what is no longer pending is on the disk.
+        let before = self.used.load(Ordering::Acquire);
+        let pending = self.pending.load(Ordering::Acquire);
         let hot: u64 = self
             .live()
             .iter()
             .map(|blob| blob.cache().disk_bytes().unwrap_or(0))
             .sum();
-        let all = hot + self.cold.get().map_or(0, |cold| cold.bytes());
-        self.used.store(all, Ordering::Relaxed);
+        let all = hot + self.cold.get().map_or(0, |cold| cold.bytes()) + pending;
+        let _ = self
+            .used
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |now| {
+                Some(all.saturating_add(now.saturating_sub(before)))
+            });
         all
     }
 
@@ -280,19 +290,21 @@ impl Fetcher {
         freed
     }
 
-    /// Whether the cache may take so many bytes more.
+    /// Whether the cache may take so many bytes more. If so, [`Fetcher::settle`] follows.
     pub(super) fn admit(self: &Arc<Self>, bytes: u64) -> bool {
         let space = &self.space;
-        let used = space.used.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        space.pending.fetch_add(bytes, Ordering::AcqRel);
+        let used = space.used.fetch_add(bytes, Ordering::AcqRel) + bytes;
         let Some(limits) = space.limits else {
             return true;
         };
         if used > limits.high {
             self.queue_sweep();
         }
-        if used <= limits.max || (!space.is_barren() && self.make_room(limits, bytes)) {
+        if used <= limits.max || (!space.is_barren() && self.make_room(limits)) {
             return true;
         }
+        self.settle(bytes);
         // It may have been measured anew meanwhile, without these.
         let _ = space
             .used
@@ -310,21 +322,24 @@ impl Fetcher {
         limits.is_none_or(|limits| used.saturating_add(bytes) <= limits.high)
     }
 
-    /// Makes room for `bytes` now, unless somebody else is at it.
-    fn make_room(&self, limits: Limits, bytes: u64) -> bool {
+    /// Bytes that were admitted are written, or will not be.
+    pub(super) fn settle(&self, bytes: u64) {
+        self.space.pending.fetch_sub(bytes, Ordering::AcqRel);
+    }
+
+    /// Makes room for what is admitted now, unless somebody else is at it.
+    fn make_room(&self, limits: Limits) -> bool {
         let space = &self.space;
         let Some(mut hand) = space.hand.try_lock() else {
             return false;
         };
-        let used = space.measure() + bytes;
+        let used = space.measure();
         if used > limits.max {
             let want = (used - limits.max).max((limits.max - limits.low) / 2);
             space.sweep(&mut hand, want);
-            space.used.store(space.measure() + bytes, Ordering::Relaxed);
-        } else {
-            space.used.store(used, Ordering::Relaxed);
+            space.measure();
         }
-        space.used.load(Ordering::Relaxed) <= limits.max
+        space.used.load(Ordering::Acquire) <= limits.max
     }
 
     /// The disk is full: gives some of it back. Whether that was possible.
@@ -336,7 +351,8 @@ impl Fetcher {
         let Some(mut hand) = space.hand.try_lock() else {
             return false;
         };
-        space.sweep(&mut hand, bytes.max(SLACK)) >= bytes
+        let some = space.used.load(Ordering::Relaxed) / 8;
+        space.sweep(&mut hand, bytes.max(some.min(SLACK))) >= bytes
     }
 
     pub(super) fn refuse(&self, bytes: u64) {

@@ -259,7 +259,10 @@ impl Blob {
             .iter()
             .map(|p| (p.bytes.len() as u64).next_multiple_of(4096))
             .sum();
-        if bytes > 0 && !self.fetcher.admit(bytes) {
+        if bytes == 0 {
+            return Ok(());
+        }
+        if !self.fetcher.admit(bytes) {
             return Err(io::Error::other("the cache is at its limit"));
         }
         let full = |e: &io::Error| {
@@ -268,11 +271,12 @@ impl Blob {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
             )
         };
-        match self.store_pieces(pieces) {
+        let stored = match self.store_pieces(pieces) {
             Err(e) if full(&e) && self.fetcher.relieve(bytes) => self.store_pieces(pieces),
             done => done,
-        }
-        .inspect_err(|_| self.fetcher.refuse(bytes))
+        };
+        self.fetcher.settle(bytes);
+        stored.inspect_err(|_| self.fetcher.refuse(bytes))
     }
 
     /// Writes verified extents and marks those that were written. Runs of extents that follow
