@@ -23,6 +23,27 @@ pub(crate) struct Below {
     copied: BTreeMap<NodeId, NodeId>,
 }
 
+/// Where a path goes from one of its components.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// Into a directory.
+    On,
+    /// Through a symbolic link.
+    Elsewhere,
+    /// Nowhere.
+    End,
+}
+
+impl Way {
+    fn of(kind: &NodeKind) -> Self {
+        match kind {
+            NodeKind::Directory => Self::On,
+            NodeKind::Symlink(_) => Self::Elsewhere,
+            _ => Self::End,
+        }
+    }
+}
+
 impl Layer {
     /// An empty layer, not at the bottom, above the merged layers `below`.
     pub(crate) fn above(below: Self) -> Self {
@@ -93,17 +114,16 @@ impl Layer {
             let hidden = own.is_some_and(|own| self.hides(own, name));
             let under = lower.zip(beneath).and_then(|(below, id)| {
                 let id = below.layer.tree.child(id, name).filter(|_| !hidden)?;
-                (!below.layer.is_whiteout(id)).then_some((id, &below.layer.tree.node(id).kind))
+                let way = Way::of(&below.layer.tree.node(id).kind);
+                (!below.layer.is_whiteout(id)).then_some((id, way))
             });
             own = own.and_then(|own| self.tree.child(own, name));
-            match (own.map(|own| &self.tree.node(own).kind), under) {
-                (Some(NodeKind::Directory), under) => {
-                    beneath = under.filter(|(_, kind)| kind.is_dir()).map(|(id, _)| id);
-                }
-                (None, Some((id, NodeKind::Directory))) => beneath = Some(id),
-                (None, None) | (Some(NodeKind::Symlink(_)), _) => return false,
-                (None, Some((_, NodeKind::Symlink(_)))) => return false,
-                (Some(_), _) | (None, Some(_)) => return true,
+            let there = own.map(|own| Way::of(&self.tree.node(own).kind));
+            beneath = under.filter(|(_, way)| *way == Way::On).map(|(id, _)| id);
+            match there.or(under.map(|(_, way)| way)) {
+                Some(Way::On) => {}
+                Some(Way::End) => return true,
+                Some(Way::Elsewhere) | None => return false,
             }
         }
         false
