@@ -13,7 +13,9 @@ use layerpack_store::{Kind, LayerStore, Version};
 use serde::Serialize;
 
 use super::Outcome;
-use crate::args::{CacheCommand, Command, ProfileCommand, SandboxCommand, SnapshotCommand, TagArgs, UntagArgs};
+use crate::args::{
+    CacheCommand, Command, ProfileCommand, SandboxCommand, SnapshotCommand, TagArgs, UntagArgs,
+};
 use crate::context::Context;
 use crate::output::{Table, note, print, printable, warning};
 use crate::stack::parse_reference;

@@ -164,7 +164,11 @@ pub fn rebase(
     progress.phase("publish");
     let mut layer = snapshot.layer;
     apply(&mut layer, &drop, &inherit)?;
-    let mut finished = layout::finish(layer, options.reference.clone(), WriterOptions::default().level)?;
+    let mut finished = layout::finish(
+        layer,
+        options.reference.clone(),
+        WriterOptions::default().level,
+    )?;
     let draft = &mut finished.draft;
     draft.platform.clone_from(&manifest.platform);
     draft.parents.clone_from(&options.onto);
