@@ -272,7 +272,7 @@ impl Writer<'_> {
         let kind = match &node.kind {
             NodeKind::File(_) => {
                 let content = self.layer.content(id);
-                self.file(at, content)?;
+                self.file(at, content.as_ref())?;
                 FileType::RegularFile
             }
             NodeKind::Symlink(target) => {

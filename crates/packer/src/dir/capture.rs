@@ -19,7 +19,7 @@ use rustix::io::Errno;
 use super::file::{Identity, OpenFile};
 use super::open::{Dirs, Opener, open_file};
 use super::scan::gone_or;
-use super::{DirSource, FileRecord, Files, SMALL};
+use super::{Block, DirSource, FileRecord};
 use crate::content::Content;
 use crate::error::{PackError, Result};
 use crate::git::{self, Git};
@@ -77,19 +77,22 @@ enum Loaded {
 
 struct Access<'a> {
     dirs: &'a Dirs,
-    files: &'a Files,
     opener: Opener,
 }
 
+/// A file with the block that has its name.
+type Found<'f> = (&'f Block, &'f FileRecord);
+
 impl Access<'_> {
-    fn path(&self, record: &FileRecord) -> Vec<u8> {
-        join(&self.dirs.path(record.dir), self.files.name(record))
+    fn path(&self, (block, record): Found<'_>) -> Vec<u8> {
+        join(&self.dirs.path(record.dir), block.name(record))
     }
 
-    fn open(&mut self, record: &FileRecord) -> Result<OpenFile> {
+    fn open(&mut self, found: Found<'_>) -> Result<OpenFile> {
+        let (block, record) = found;
         let dir = self.opener.open(self.dirs, record.dir)?;
-        let fd = open_file((*dir).as_fd(), self.files.name(record)).map_err(|errno| {
-            let path = self.path(record);
+        let fd = open_file((*dir).as_fd(), block.name(record)).map_err(|errno| {
+            let path = self.path(found);
             match errno {
                 Errno::LOOP | Errno::NXIO => PackError::Changed {
                     path: crate::show(&path),
@@ -98,12 +101,12 @@ impl Access<'_> {
                 errno => gone_or("read", &path, errno),
             }
         })?;
-        Ok(OpenFile::new(fd, self.path(record), record.identity))
+        Ok(OpenFile::new(fd, self.path(found), record.identity))
     }
 
-    fn load(&mut self, record: &FileRecord, progress: &dyn Progress) -> Result<Loaded> {
-        let mut file = self.open(record)?;
-        if record.identity.size() <= WHOLE {
+    fn load(&mut self, found: Found<'_>, progress: &dyn Progress) -> Result<Loaded> {
+        let mut file = self.open(found)?;
+        if found.1.identity.size() <= WHOLE {
             return file.read_whole(progress).map(Loaded::Whole);
         }
         file.look()?;
@@ -115,9 +118,8 @@ impl DirSource<'_> {
     /// The latest change time of any file: seconds since 1970, nanoseconds.
     pub(crate) fn latest_change(&self) -> Option<(i64, u64)> {
         self.files
-            .records
             .iter()
-            .map(|record| record.identity.ctime())
+            .map(|(_, record)| record.identity.ctime())
             .max()
     }
 
@@ -126,20 +128,18 @@ impl DirSource<'_> {
     pub(crate) fn copy_large(&self, captured: &mut Captured, scratch: &Path) {
         let mut access = Access {
             dirs: &self.dirs,
-            files: &self.files,
             opener: self.opener.again(),
         };
-        let mut large: Vec<&FileRecord> = self
+        let mut large: Vec<Found<'_>> = self
             .files
-            .records
             .iter()
-            .filter(|record| record.identity.size() > WHOLE)
-            .filter(|record| captured.known(record).is_none())
+            .filter(|(_, record)| record.identity.size() > WHOLE)
+            .filter(|(_, record)| captured.known(record).is_none())
             .collect();
         // The largest take longest to read.
-        large.sort_by_key(|record| std::cmp::Reverse(record.identity.size()));
-        for record in large.into_iter().take(MOST_COPIES) {
-            let Ok(mut file) = access.open(record) else {
+        large.sort_by_key(|(_, record)| std::cmp::Reverse(record.identity.size()));
+        for found in large.into_iter().take(MOST_COPIES) {
+            let Ok(mut file) = access.open(found) else {
                 continue; // reading it will tell
             };
             let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
@@ -153,7 +153,7 @@ impl DirSource<'_> {
             }
             // The copy is what was scanned if the file still is.
             if file.look().is_ok() {
-                captured.copies.insert(record.node, copy);
+                captured.copies.insert(found.1.node, copy);
                 captured.copied += 1;
             }
         }
@@ -171,41 +171,38 @@ impl DirSource<'_> {
         scrub: Option<&Scrub<'_>>,
         mut git: Option<&mut Git>,
     ) -> Result<()> {
-        self.files
-            .records
-            .sort_by_key(|record| record.identity.size() > SMALL);
         let (files, progress) = (&self.files, self.progress);
         let mut access = Access {
             dirs: &self.dirs,
-            files,
             opener: self.opener.again(),
         };
         let paths = Access {
             dirs: &self.dirs,
-            files,
             opener: self.opener.again(),
         };
-        let mut wanted: Vec<&FileRecord> = Vec::new();
-        for record in &files.records {
+        let mut wanted: Vec<Found<'_>> = Vec::new();
+        for found in files.iter() {
+            let record = found.1;
             if captured.copies.contains_key(&record.node) != (which == Which::Copied) {
                 continue;
             }
             if captured.was_left_out(record) {
                 captured.left_out.insert(record.node);
             } else if let Some(content) = captured.known(record) {
-                layer.set_content(record.node, content.clone());
+                layer.set_content(record.node, content.clone())?;
             } else if writer.is_some() || scrub.is_some_and(Scrub::looks_inside) {
-                wanted.push(record);
+                wanted.push(found);
             } else {
-                layer.set_content(record.node, unread(record));
+                layer.set_content(record.node, unread(record))?;
             }
         }
         if which == Which::Copied {
-            for record in wanted {
+            for found in wanted {
+                let record = found.1;
                 let Some(copy) = captured.copies.remove(&record.node) else {
                     continue;
                 };
-                let path = paths.path(record);
+                let path = paths.path(found);
                 let loaded = copied(copy, &path)?;
                 take(
                     record,
@@ -225,15 +222,16 @@ impl DirSource<'_> {
             let (sender, receiver) = bounded(DEPTH);
             let wanted = &wanted;
             scope.spawn(move || {
-                for record in wanted {
-                    if sender.send(access.load(record, progress)).is_err() {
+                for found in wanted {
+                    if sender.send(access.load(*found, progress)).is_err() {
                         return;
                     }
                 }
             });
-            for record in wanted {
+            for &found in wanted {
+                let record = found.1;
                 let Ok(loaded) = receiver.recv() else { break };
-                let path = paths.path(record);
+                let path = paths.path(found);
                 take(
                     record,
                     &path,
@@ -277,7 +275,7 @@ fn copied(copy: OwnedFd, path: &[u8]) -> Result<Loaded> {
 fn unread(record: &FileRecord) -> Content {
     Content {
         size: record.identity.size(),
-        pieces: Box::default(),
+        pieces: Vec::new().into(),
     }
 }
 
@@ -332,7 +330,7 @@ fn take(
             captured
                 .contents
                 .insert(place, (record.identity, content.clone()));
-            layer.set_content(record.node, content);
+            layer.set_content(record.node, content)?;
         }
         Ok(None) => {
             captured.scrubbed.insert(place, record.identity);

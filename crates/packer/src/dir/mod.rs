@@ -127,6 +127,12 @@ impl Files {
         block.names.extend_from_slice(name);
     }
 
+    /// All of them with their blocks, which have their names.
+    fn iter(&self) -> impl Iterator<Item = (&Block, &FileRecord)> {
+        (self.small.iter().chain(&self.large))
+            .flat_map(|block| block.records.iter().map(move |record| (block, record)))
+    }
+
     fn into_blocks(self) -> impl Iterator<Item = Block> {
         self.small.into_iter().chain(self.large)
     }
