@@ -35,6 +35,9 @@ pub(crate) struct Layer {
     contents: Contents,
     /// Directories that no entry defined.
     implicit: HashSet<NodeId>,
+    /// Of these, directories that only paths of marks and of link targets pass through: no entry
+    /// is in them.
+    incidental: HashSet<NodeId>,
     /// Names that the layers below lose.
     whiteouts: BTreeSet<(NodeId, Vec<u8>)>,
     /// Directories that the layers below do not show through.
@@ -83,6 +86,7 @@ impl Layer {
             tree: Tree::new(implicit_metadata()),
             contents: Contents::default(),
             implicit: HashSet::from([NodeId::ROOT]),
+            incidental: HashSet::new(),
             whiteouts: BTreeSet::new(),
             opaque: BTreeSet::new(),
             bottom,
@@ -95,18 +99,33 @@ impl Layer {
     /// Finds where the entry at `path` goes: resolves symbolic links of this layer on the way to
     /// it, within the root, and adds implicit directories where there is nothing yet.
     pub(crate) fn place(&mut self, start: NodeId, path: &[u8]) -> Result<Place> {
+        self.place_for(start, path, true)
+    }
+
+    /// The same for a path at which nothing is put: that of a mark, or of a link's target.
+    pub(crate) fn place_in_passing(&mut self, start: NodeId, path: &[u8]) -> Result<Place> {
+        self.place_for(start, path, false)
+    }
+
+    fn place_for(&mut self, start: NodeId, path: &[u8], fills: bool) -> Result<Place> {
         let mut names = components(path);
         let Some(name) = names.pop() else {
             return Ok(Place::Root);
         };
-        let parent = self.directory(start, &names, path)?;
+        let parent = self.directory(start, &names, path, fills)?;
         Ok(Place::Named {
             parent,
             name: name.to_vec(),
         })
     }
 
-    fn directory(&mut self, start: NodeId, names: &[&[u8]], path: &[u8]) -> Result<NodeId> {
+    fn directory(
+        &mut self,
+        start: NodeId,
+        names: &[&[u8]],
+        path: &[u8],
+        fills: bool,
+    ) -> Result<NodeId> {
         let mut stack = vec![start];
         // What is still to be walked, the next component last.
         let mut todo: Vec<Component> = names
@@ -143,8 +162,15 @@ impl Layer {
                 None | Some(NodeKind::Directory) => {
                     let child = match own {
                         Some(child) => child,
-                        None => self.insert_implicit(here, &name)?,
+                        None => {
+                            let child = self.insert_implicit(here, &name)?;
+                            self.incidental.insert(child);
+                            child
+                        }
                     };
+                    if fills {
+                        self.incidental.remove(&child);
+                    }
                     self.descend(here, &name, child);
                     stack.push(child);
                 }
@@ -182,6 +208,7 @@ impl Layer {
             if self.tree.node(there).kind.is_dir() {
                 self.tree.node_mut(there).metadata = metadata;
                 self.implicit.remove(&there);
+                self.incidental.remove(&there);
                 return Ok(there);
             }
             // What was there hid a directory of the layers below; its successor does too.
@@ -243,7 +270,7 @@ impl Layer {
 
     /// Adds directories one in the other, all implicit; the last one's id.
     pub(crate) fn implicit_directories(&mut self, names: &[&[u8]]) -> Result<NodeId> {
-        self.directory(NodeId::ROOT, names, b"")
+        self.directory(NodeId::ROOT, names, b"", true)
     }
 
     /// Takes the metadata of the source's own root for the directory that it goes to. If that does
@@ -304,11 +331,27 @@ impl Layer {
             }
             return Ok(());
         }
+        // Before marks become nodes, and outer directories before inner ones, whose numbers are
+        // higher.
+        for id in &opaque {
+            if self.is_live(*id) {
+                self.drop_incidental(*id)?;
+            }
+        }
         for (parent, name) in whiteouts {
             if !self.is_live(parent) {
                 continue;
             }
-            match self.tree.child(parent, &name) {
+            let there = self.tree.child(parent, &name);
+            let there = match there.filter(|id| self.is_incidental(*id)) {
+                // Only marks were in it, which have nothing to hide any more.
+                Some(_) => {
+                    self.tree.remove(parent, &name)?;
+                    None
+                }
+                None => there,
+            };
+            match there {
                 None => {
                     self.tree.insert(
                         parent,
@@ -320,6 +363,7 @@ impl Layer {
                 // A new directory in place of a removed one: its own children only, and nothing
                 // to inherit from below.
                 Some(id) if self.tree.node(id).kind.is_dir() => {
+                    self.drop_incidental(id)?;
                     self.make_opaque(id);
                     self.implicit.remove(&id);
                 }
@@ -333,6 +377,38 @@ impl Layer {
             }
         }
         self.define_below_opaque()
+    }
+
+    /// Whether a directory and all in it is incidental.
+    fn is_incidental(&self, id: NodeId) -> bool {
+        let mut todo = vec![id];
+        while let Some(id) = todo.pop() {
+            if !self.incidental.contains(&id) {
+                return false;
+            }
+            todo.extend(self.tree.children(id).map(|(_, child)| child));
+        }
+        true
+    }
+
+    /// Takes incidental directories out of one that hides what lies below it: their marks have
+    /// nothing to hide.
+    fn drop_incidental(&mut self, id: NodeId) -> Result<()> {
+        let mut todo = vec![id];
+        while let Some(id) = todo.pop() {
+            let children: Vec<(Vec<u8>, NodeId)> = (self.tree.children(id))
+                .filter(|(_, child)| self.tree.node(*child).kind.is_dir())
+                .map(|(name, child)| (name.to_vec(), child))
+                .collect();
+            for (name, child) in children {
+                if self.is_incidental(child) {
+                    self.tree.remove(id, &name)?;
+                } else {
+                    todo.push(child);
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Nothing of the layers below shows in a directory, which carries the mark for it.

@@ -212,7 +212,8 @@ impl TarSource<'_> {
             // directory's place.
             return Ok(());
         }
-        let Place::Named { parent, .. } = self.layer.place(self.start, &entry.path)? else {
+        let place = self.layer.place_in_passing(self.start, &entry.path)?;
+        let Place::Named { parent, .. } = place else {
             return Ok(());
         };
         if name == OPAQUE {
@@ -239,11 +240,11 @@ impl TarSource<'_> {
 
     fn hard_link(&mut self, place: &Place, entry: &Entry) -> Result<()> {
         self.limits.check_path(&entry.link)?;
-        let target = match self.layer.place(self.start, &entry.link)? {
+        let target = match self.layer.place_in_passing(self.start, &entry.link)? {
             Place::Root => None,
             Place::Named { parent, name } => match self.layer.tree.child(parent, &name) {
                 Some(target) => Some(target),
-                None => self.layer.copy_up(&Place::Named { parent, name })?,
+                None => (self.layer).copy_up(&Place::Named { parent, name }, place)?,
             },
         };
         let target = target.ok_or_else(|| {

@@ -100,7 +100,7 @@ impl View for Upper<'_> {
             return Err(PackError::unsupported(path, why));
         }
         if mark("redirect").is_some() {
-            let why = "it was renamed and its contents are still in a lower layer; mount the overlay with redirect_dir=off";
+            let why = "it was renamed and its contents are still in a lower layer; mount the overlay with redirect_dir=nofollow";
             return Err(PackError::unsupported(path, why));
         }
         // "x" says that there are whiteouts of the attribute kind inside, not that it is opaque.

@@ -245,8 +245,8 @@ impl From<OwnedFd> for Layer {
 
 /// An overlay to mount.
 ///
-/// Always set: `redirect_dir=off`, `metacopy=off`, `index=off`,
-/// `nfs_export=off`, so that an upper holds whole files and directories that
+/// Always set: `redirect_dir=nofollow` (a layer that says otherwise gets
+/// `EPERM` there), `metacopy=off`, `index=off`, `nfs_export=off`, so that an upper holds whole files and directories that
 /// are read without the layers below it. Marks are `trusted.overlay.*`.
 #[derive(Debug, Default)]
 pub struct OverlaySpec {
@@ -297,7 +297,9 @@ pub fn overlay(spec: &OverlaySpec) -> Result<OwnedFd> {
             fs.directory(key, fd.as_fd(), &|| path.display().to_string())?;
         }
     }
-    for key in ["redirect_dir", "metacopy", "index", "nfs_export"] {
+    // "off" would follow what is there, by the module's default.
+    fs.string("redirect_dir", "nofollow")?;
+    for key in ["metacopy", "index", "nfs_export"] {
         fs.string(key, "off")?;
     }
     // Else the upper gets an xattr with an identity of this mount; from 6.6.

@@ -73,6 +73,7 @@ impl Layer {
             tree,
             contents,
             implicit,
+            incidental: HashSet::new(),
             whiteouts: BTreeSet::new(),
             opaque: BTreeSet::new(),
             bottom,
@@ -143,10 +144,18 @@ impl Layer {
         }
     }
 
-    /// Copies what the layers below show at `place` into the layer, unless that is nothing or a
-    /// directory.
-    pub(crate) fn copy_up(&mut self, place: &Place) -> Result<Option<NodeId>> {
-        let Place::Named { parent, name } = place else {
+    /// Copies what the layers below show at `from` into the layer, under the name `to` alone: its
+    /// own names follow at the end, as far as they show then. `None` if there is nothing to be
+    /// copied, or a directory.
+    pub(crate) fn copy_up(&mut self, from: &Place, to: &Place) -> Result<Option<NodeId>> {
+        let (
+            Place::Named { parent, name },
+            Place::Named {
+                parent: at,
+                name: as_,
+            },
+        ) = (from, to)
+        else {
             return Ok(None);
         };
         let Some((id, layer)) = self.beneath(*parent, name) else {
@@ -155,13 +164,13 @@ impl Layer {
         if layer.tree.node(id).kind.is_dir() {
             return Ok(None);
         }
-        // Another of its names may have come before.
+        // Another link may have come before.
         let known = self.below.as_ref().and_then(|below| below.copied.get(&id));
         if let Some(known) = known.copied().filter(|id| self.tree.node(*id).nlink() > 0) {
-            self.tree.link(*parent, name, known)?;
             return Ok(Some(known));
         }
-        self.copy_node(id, *parent, name).map(Some)
+        self.clear(*at, as_)?;
+        self.copy_node(id, *at, as_).map(Some)
     }
 
     /// Copies a file of the layers below, without its other names.
@@ -237,7 +246,7 @@ impl Layer {
                 if node.kind.is_dir() {
                     let replaced = mine.is_some_and(|mine| !self.tree.node(mine).kind.is_dir());
                     todo.push((join(&path, name), child, mine, hidden || replaced));
-                } else if node.nlink() > 1 {
+                } else if node.nlink() > 1 || below.copied.contains_key(&child) {
                     let names = found.entry(child).or_default();
                     match mine {
                         None if !hidden => names.shown.push((path.clone(), name.to_vec())),

@@ -330,6 +330,88 @@ fn hard_links_to_files_of_lower_layers_are_one_file_with_them() {
     assert_eq!(merged.manifest.layer_id(), flat.manifest.layer_id());
 }
 
+/// What a rename is written as: a link to the file of a lower layer, then a mark that takes the old
+/// name away.
+#[test]
+fn a_lower_file_that_is_linked_to_loses_its_name_to_a_later_mark() {
+    type Mark = fn(&mut TarWriter);
+    let marks: [Mark; 4] = [
+        |tar| drop(tar.whiteout("c/a", "c")),
+        |tar| drop(tar.whiteout("c", "a")),
+        |tar| drop(tar.opaque("c")),
+        |tar| drop(tar.opaque("")),
+    ];
+    for (number, mark) in marks.into_iter().enumerate() {
+        let tree = image(vec![
+            layer(|tar| {
+                tar.dir("c", 0o755).dir("c/a", 0o755).file("c/a/c", "1");
+            }),
+            layer(|tar| {
+                tar.hard_link("n", "c/a/c");
+                mark(tar);
+            }),
+        ])
+        .tree();
+        assert_eq!(tree.links("n"), ["n"], "{number}");
+        assert_eq!(tree.get("n").content(), b"1");
+        let paths = tree.paths();
+        assert!(!paths.iter().any(|path| path == "c/a/c"), "{paths:?}");
+        assert_eq!(
+            paths.iter().any(|path| path == "c/a"),
+            number == 0,
+            "{paths:?}"
+        );
+    }
+    // In its place something else may come.
+    let tree = image(vec![
+        layer(|tar| {
+            tar.dir("a", 0o755).file("a/f", "1");
+        }),
+        layer(|tar| {
+            tar.hard_link("n", "a/f")
+                .whiteout("", "a")
+                .file("a/b/f", "2");
+        }),
+    ])
+    .tree();
+    assert_eq!(tree.get("a/b/f").content(), b"2");
+    assert_eq!(tree.links("n"), ["n"]);
+}
+
+/// A directory that nothing but a mark's path names does not outlive a mark of itself.
+#[test]
+fn directories_of_marks_alone_go_with_what_they_are_marked_in() {
+    type Marks = fn(&mut TarWriter);
+    let marks: [Marks; 3] = [
+        |tar| drop(tar.whiteout("c/a", "b").whiteout("c", "a")),
+        |tar| drop(tar.whiteout("c/a", "c").opaque("c")),
+        |tar| drop(tar.opaque("c/a").whiteout("c", "a")),
+    ];
+    for marks in marks {
+        let layers = |filled: bool| {
+            vec![
+                layer(|tar| {
+                    tar.dir("c", 0o755).dir("c/a", 0o755).file("c/a/c", "1");
+                }),
+                layer(|tar| {
+                    marks(tar);
+                    if filled {
+                        tar.file("c/a/new", "2");
+                    }
+                }),
+            ]
+        };
+        let paths = image(layers(false)).tree().paths();
+        assert!(
+            !paths.iter().any(|path| path.starts_with("c/a")),
+            "{paths:?}"
+        );
+        let paths = image(layers(true)).tree().paths();
+        assert!(paths.iter().any(|path| path == "c/a/new"), "{paths:?}");
+        assert!(!paths.iter().any(|path| path == "c/a/c"), "{paths:?}");
+    }
+}
+
 #[test]
 fn foreign_overlay_marks_of_an_image_mean_nothing() {
     let packed = image(vec![

@@ -429,7 +429,7 @@ fn privileged_marks_of_both_kinds() {
             .err()
             .unwrap();
         assert!(
-            message.contains("redirected") && message.contains("redirect_dir=off"),
+            message.contains("redirected") && message.contains("redirect_dir=nofollow"),
             "{message}"
         );
     }

@@ -64,6 +64,12 @@ struct Copied {
     looked: Option<Instant>,
 }
 
+/// Whether a registry refuses a manifest for a blob that it does not have.
+fn misses_blob(error: &StoreError) -> bool {
+    matches!(error, StoreError::Io { source, .. }
+        if source.to_string().contains("MANIFEST_BLOB_UNKNOWN"))
+}
+
 impl OciStore {
     /// The store in the repository `HOST[:PORT]/REPOSITORY`. Nothing is sent yet.
     ///
@@ -328,7 +334,20 @@ impl OciStore {
         let mut manifest = artifact::manifest(key, blob.clone(), parts.clone(), nonce, written);
         manifest.subject = self.subject(key)?;
         let name = ManifestName::Tag(tags::tag_of(key));
-        let digest = self.registry.put_referrer(&name, &manifest)?;
+        // A registry in which others write the same blobs just then may not see them yet.
+        let mut tries = 3;
+        let digest = loop {
+            match self.registry.put_referrer(&name, &manifest) {
+                Err(error) if tries > 0 && misses_blob(&error) => {
+                    tries -= 1;
+                    tracing::debug!(%key, "its blobs are sent again: {error}");
+                    let empty = Upload::Bytes(Bytes::from_static(EMPTY_BYTES));
+                    self.registry.send_blob(&Sha256::of(EMPTY_BYTES), &empty)?;
+                    self.registry.send_blob(&digest, upload)?;
+                }
+                done => break done?,
+            }
+        };
         let entry = Entry {
             manifest: Some((digest, 0)),
             blob,
