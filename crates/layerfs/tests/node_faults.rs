@@ -302,7 +302,7 @@ fn privileged_any_call_may_fail() {
                 .unwrap_or_else(|e| panic!("{context}: {e}"));
             drop(node);
             assert_eq!(mounts_below(&root), Vec::<PathBuf>::new(), "{context}");
-            std::fs::remove_dir_all(&root).unwrap();
+            common::remove(&root);
             if !faulty.fired() {
                 clean += 1;
                 // Faults that concern some calls only leave others as they are.

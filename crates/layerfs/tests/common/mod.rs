@@ -206,6 +206,13 @@ pub struct Fixture {
 }
 
 /// Small files (many to a frame, some equal), files of several chunks, an empty one.
+/// Removes a cache's directory, in which a thread that fetched may be writing its last file.
+pub fn remove(dir: &Path) {
+    while let Err(error) = std::fs::remove_dir_all(dir) {
+        assert_eq!(error.kind(), std::io::ErrorKind::DirectoryNotEmpty);
+    }
+}
+
 pub fn sample_tree(dir: &Path) {
     std::fs::create_dir_all(dir.join("small")).unwrap();
     for i in 0..60_usize {

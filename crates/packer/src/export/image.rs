@@ -302,12 +302,17 @@ pub(super) fn layer_type(compression: Compression) -> String {
     }
 }
 
-/// The index of a layout that is there, or an empty one for a directory that is new or empty.
+/// The index of a layout that is there, or an empty one for a directory that is new or empty, or that
+/// has only blobs, which a first export that failed leaves.
 fn open_layout(dir: &Path) -> Result<Value> {
     let empty = json!({"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": []});
     fs_err::create_dir_all(dir).map_err(|source| write_error(dir, source))?;
     let io = |source| PackError::io("read", dir.display().to_string(), source);
-    if fs_err::read_dir(dir).map_err(io)?.next().is_none() {
+    let mut begun = true;
+    for entry in fs_err::read_dir(dir).map_err(io)? {
+        begun &= entry.map_err(io)?.file_name() == "blobs";
+    }
+    if begun {
         return Ok(empty);
     }
     let path = dir.join("index.json");

@@ -296,6 +296,30 @@ fn the_image_is_run_as_the_one_that_it_came_from() {
     assert_eq!(back[0].manifest.platform, "linux/arm64");
 }
 
+/// What a first export left when it failed does not stand in the way of the next.
+#[test]
+fn a_layout_that_was_begun_is_gone_on_with() {
+    let store = memory_store();
+    let mut tar = TarWriter::new();
+    tar.dir("./", 0o755).file("etc", "1");
+    pack(&store, "base/a:1", tar);
+    let scratch = ScratchDir::new("begun").unwrap();
+    let dir = scratch.path().join("layout");
+    fs_err::create_dir_all(dir.join("blobs/sha256")).unwrap();
+    fs_err::write(dir.join("blobs/sha256/.layerpack-x"), "half").unwrap();
+    try_export(&store, &["base/a:1"], &target("oci", &dir), |_| {}).unwrap();
+    assert_eq!(
+        import_from(&store, &target("oci", &dir), "base/b:1", false).len(),
+        1
+    );
+    // Other files are somebody's.
+    let other = scratch.path().join("other");
+    fs_err::create_dir_all(&other).unwrap();
+    fs_err::write(other.join("notes"), "").unwrap();
+    let error = try_export(&store, &["base/a:1"], &target("oci", &other), |_| {}).unwrap_err();
+    assert!(error.to_string().contains("no OCI layout"), "{error}");
+}
+
 /// A pipe or a device is written to, never replaced; what needs a file says so.
 #[test]
 fn what_is_no_file_is_not_replaced() {
