@@ -336,10 +336,18 @@ fn hard_links_to_files_of_lower_layers_are_one_file_with_them() {
 fn a_lower_file_that_is_linked_to_loses_its_name_to_a_later_mark() {
     type Mark = fn(&mut TarWriter);
     let marks: [Mark; 4] = [
-        |tar| drop(tar.whiteout("c/a", "c")),
-        |tar| drop(tar.whiteout("c", "a")),
-        |tar| drop(tar.opaque("c")),
-        |tar| drop(tar.opaque("")),
+        |tar| {
+            tar.whiteout("c/a", "c");
+        },
+        |tar| {
+            tar.whiteout("c", "a");
+        },
+        |tar| {
+            tar.opaque("c");
+        },
+        |tar| {
+            tar.opaque("");
+        },
     ];
     for (number, mark) in marks.into_iter().enumerate() {
         let tree = image(vec![
@@ -383,9 +391,15 @@ fn a_lower_file_that_is_linked_to_loses_its_name_to_a_later_mark() {
 fn directories_of_marks_alone_go_with_what_they_are_marked_in() {
     type Marks = fn(&mut TarWriter);
     let marks: [Marks; 3] = [
-        |tar| drop(tar.whiteout("c/a", "b").whiteout("c", "a")),
-        |tar| drop(tar.whiteout("c/a", "c").opaque("c")),
-        |tar| drop(tar.opaque("c/a").whiteout("c", "a")),
+        |tar| {
+            tar.whiteout("c/a", "b").whiteout("c", "a");
+        },
+        |tar| {
+            tar.whiteout("c/a", "c").opaque("c");
+        },
+        |tar| {
+            tar.opaque("c/a").whiteout("c", "a");
+        },
     ];
     for marks in marks {
         let layers = |filled: bool| {
