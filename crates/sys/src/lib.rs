@@ -9,6 +9,7 @@
 //! Nothing here keeps state, prints, reads the environment or chooses defaults
 //! for a caller.
 
+pub mod bare;
 pub mod error;
 pub mod fdpass;
 pub mod fusedev;
