@@ -27,6 +27,7 @@ pub mod query;
 mod reference;
 pub mod registry;
 mod signature;
+mod spool;
 pub mod transfer;
 
 pub use blob::{
@@ -50,10 +51,11 @@ pub use key::Key;
 pub use layer::{
     Damage, Delivery, Draft, FetchStats, FileChunks, FrameChunks, LayerStore, LayerWriter,
     MetaImage, MetaWriter, PublishOutcome, Published, ReadLimits, RefEntry, Sealed, SeedMarker,
-    StoredFrame, VerifyReport, WriteStats, WriterOptions,
+    Staged, StoredFrame, VerifyReport, WriteStats, WriterOptions, publish_all,
 };
 pub use manifest::{
     Blob, Counts, Features, LayerId, MAX_MANIFEST_BYTES, MAX_META_BYTES, Manifest, ParentRef,
 };
 pub use reference::{Kind, LayerName, Reference, Version};
 pub use signature::{PublicKey, SignatureEntry, SigningKey};
+pub use spool::Spool;

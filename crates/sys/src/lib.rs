@@ -1,4 +1,4 @@
-//! System calls of layerpack: mounts, namespaces, processes, descriptors.
+//! System calls of layerpack: mounts, namespaces, processes, descriptors, attributes.
 //!
 //! Everything that needs `unsafe` lives here, so that the other crates can
 //! forbid it. The modules are thin: each function does one kernel operation
@@ -20,5 +20,6 @@ pub mod ns;
 pub mod probe;
 pub mod process;
 pub mod signals;
+pub mod xattr;
 
 pub use error::{Result, SysError};

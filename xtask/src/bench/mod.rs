@@ -10,6 +10,7 @@
 mod build;
 mod family;
 mod frames;
+mod git;
 mod inputs;
 mod large;
 pub(crate) mod measure;
@@ -32,7 +33,7 @@ struct Scenario {
 }
 
 /// All scenarios, in the order in which they run.
-const SCENARIOS: [Scenario; 7] = [
+const SCENARIOS: [Scenario; 8] = [
     Scenario {
         name: "build",
         about: "building from a directory, beside mkfs.erofs, mksquashfs and tar with zstd",
@@ -62,6 +63,11 @@ const SCENARIOS: [Scenario; 7] = [
         name: "family",
         about: "similar environments in one store, beside OCI layers compressed with gzip",
         run: family::table,
+    },
+    Scenario {
+        name: "git-status",
+        about: "what the first git status on a mounted workspace fetches, with and without --git-index",
+        run: git::table,
     },
     Scenario {
         name: "pack-diff",

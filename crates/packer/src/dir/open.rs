@@ -83,7 +83,7 @@ impl Opener {
                 path: path.to_owned(),
                 why: "it is not a directory; use tar:PATH for archives",
             }),
-            Err(errno) => Err(PackError::io("open", path.display().to_string(), errno)),
+            Err(errno) => Err(PackError::source(path, errno)),
         }
     }
 

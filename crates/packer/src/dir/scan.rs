@@ -6,22 +6,57 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 
 use layerpack_erofs::{FileData, Metadata, NodeId, NodeKind, Rdev};
-use rustix::fs::{AtFlags, FileType, Stat, fstat, readlinkat, statat};
+use rustix::fs::{AtFlags, FileType, RawDir, SeekFrom, Stat, fstat, readlinkat, statat};
 use rustix::io::Errno;
 
 use super::attributes;
 use super::file::Identity;
-use super::open::proc_path;
 use super::{DirSource, Meaning};
 use crate::error::{PackError, Result};
 use crate::model::Layer;
-use crate::path::{components, join};
+use crate::path::components;
 
 /// A directory whose entries are still to be read.
 struct Pending {
     dir: u32,
     node: NodeId,
     seen: Identity,
+}
+
+/// Bytes of a directory's listing that the kernel gives at once.
+const LISTING: usize = 32 << 10;
+
+/// The names in a directory, in one piece of memory: there may be a million.
+#[derive(Default)]
+struct Names {
+    bytes: Vec<u8>,
+    /// Where each begins, after a byte with its length.
+    starts: Vec<usize>,
+}
+
+impl Names {
+    fn push(&mut self, name: &[u8]) {
+        // The kernel's names have at most 255 bytes.
+        self.bytes.push(u8::try_from(name.len()).unwrap_or(u8::MAX));
+        self.starts.push(self.bytes.len());
+        self.bytes.extend_from_slice(name);
+    }
+
+    fn sort(&mut self) {
+        let bytes = &self.bytes;
+        self.starts
+            .sort_unstable_by(|a, b| name_at(bytes, *a).cmp(name_at(bytes, *b)));
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &[u8]> {
+        self.starts.iter().map(|start| name_at(&self.bytes, *start))
+    }
+}
+
+fn name_at(bytes: &[u8], start: usize) -> &[u8] {
+    let len = start.checked_sub(1).and_then(|before| bytes.get(before));
+    let end = start + usize::from(*len.unwrap_or(&0));
+    bytes.get(start..end).unwrap_or_default()
 }
 
 /// What the scan carries along.
@@ -32,6 +67,8 @@ struct State<'a> {
     links: HashMap<(u64, u64), NodeId>,
     entries: u64,
     bytes: u64,
+    /// The same with holes.
+    apparent: u64,
 }
 
 /// An entry in its directory.
@@ -58,6 +95,7 @@ impl DirSource<'_> {
             links: HashMap::new(),
             entries: 0,
             bytes: 0,
+            apparent: 0,
         };
         let root = self.dirs.push(0, b"");
         let fd = self.opener.open(&self.dirs, root)?;
@@ -99,8 +137,14 @@ impl DirSource<'_> {
         let here = self.dirs.path(at.dir);
         self.unchanged(&here, fd.as_fd(), &at.seen)?;
         let names = self.names(&here, fd.as_fd())?;
-        for name in &names {
-            let path = join(&here, name);
+        let mut path = here.clone();
+        if !path.is_empty() {
+            path.push(b'/');
+        }
+        let start = path.len();
+        for name in names.iter() {
+            path.truncate(start);
+            path.extend_from_slice(name);
             let stat = statat(&*fd, OsStr::from_bytes(name), AtFlags::SYMLINK_NOFOLLOW)
                 .map_err(|errno| gone_or("read", &path, errno))?;
             let found = Found {
@@ -135,17 +179,21 @@ impl DirSource<'_> {
     }
 
     /// Names in a directory, sorted: the order in which a filesystem lists them is its own.
-    fn names(&self, path: &[u8], fd: BorrowedFd<'_>) -> Result<Vec<Vec<u8>>> {
+    fn names(&self, path: &[u8], fd: BorrowedFd<'_>) -> Result<Names> {
         let error = |errno| PackError::io("list", shown(path), errno);
-        let mut names = Vec::new();
-        for entry in rustix::fs::Dir::read_from(fd).map_err(error)? {
+        let mut names = Names::default();
+        let mut buffer = Vec::with_capacity(LISTING);
+        // The descriptor may have been listed before.
+        rustix::fs::seek(fd, SeekFrom::Start(0)).map_err(error)?;
+        let mut entries = RawDir::new(fd, buffer.spare_capacity_mut());
+        while let Some(entry) = entries.next() {
             let entry = entry.map_err(error)?;
             let name = entry.file_name().to_bytes();
             if name != b"." && name != b".." {
-                names.push(name.to_vec());
+                names.push(name);
             }
         }
-        names.sort_unstable();
+        names.sort();
         Ok(names)
     }
 
@@ -160,7 +208,7 @@ impl DirSource<'_> {
         let warnings = &mut state.layer.warnings;
         let xattrs = state
             .attributes
-            .read(&proc_path(fd, name), |name| {
+            .read(fd, name, |name| {
                 let wants = self.view.wants(name);
                 if !wants {
                     warnings.dropped(name);
@@ -273,6 +321,11 @@ impl DirSource<'_> {
             state.bytes = state.bytes.saturating_add(identity.size().min(blocks));
             if state.bytes > self.limits.max_bytes {
                 return Err(self.over("max_bytes", self.limits.max_bytes, "bytes"));
+            }
+            state.apparent = state.apparent.saturating_add(identity.size());
+            if state.apparent > self.limits.max_apparent {
+                let limit = self.limits.max_apparent;
+                return Err(self.over("max_apparent", limit, "bytes, holes included"));
             }
             self.files.push(node, found.dir, found.name, identity);
         }

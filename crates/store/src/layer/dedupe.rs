@@ -23,8 +23,10 @@ const VERIFY: Bounds = Bounds {
     threads: 8,
     bytes: 64 << 20,
 };
-/// Tables of packs kept in memory.
+/// Tables of packs kept in memory, and most chunks in all but the last of them: one of a million
+/// small files has as many as a hundred others.
 const MAX_TABLES: usize = 64;
+const MAX_TABLE_CHUNKS: usize = 160 << 10;
 
 /// A chunk in a pack of the store.
 #[derive(Debug, Clone, Copy)]
@@ -36,6 +38,16 @@ pub(super) struct StoredChunk {
     pub(super) len: u32,
 }
 
+/// What there is at a place of a pack.
+enum Found {
+    /// The chunk.
+    Usable(StoredChunk),
+    /// The pack or the frame cannot be used.
+    Unusable,
+    /// Another chunk, or none; the pack.
+    Another(Digest),
+}
+
 #[derive(Debug)]
 pub(super) struct IndexSet {
     store: LayerStore,
@@ -45,9 +57,12 @@ pub(super) struct IndexSet {
     numbers: HashMap<IndexPack, u32>,
     /// `None`: not usable.
     tables: HashMap<u32, Option<Arc<PackTable>>>,
-    /// Tables in memory, oldest first.
-    loaded: VecDeque<u32>,
+    /// Tables in memory and the chunks of each, oldest first.
+    loaded: VecDeque<(u32, usize)>,
     pub(super) frames: FrameCheck,
+    /// The pack and index of the chunk that was found last: what is packed again comes in the order
+    /// of its pack.
+    last: Option<(u32, u32)>,
     warnings: Vec<String>,
 }
 
@@ -63,6 +78,7 @@ impl IndexSet {
             tables: HashMap::new(),
             loaded: VecDeque::new(),
             frames: FrameCheck::default(),
+            last: None,
             warnings: Vec::new(),
         })
     }
@@ -92,42 +108,71 @@ impl IndexSet {
 
     /// A usable place of the chunk with this digest.
     pub(super) fn locate(&mut self, digest: &Digest) -> Result<Option<StoredChunk>> {
+        if let Some(found) = self.locate_next(digest)? {
+            return Ok(Some(found));
+        }
         for (number, chunk) in self.places(digest)? {
-            let Some(table) = self.table(number)? else {
-                continue;
-            };
-            let Some(&pack) = usize::try_from(number).ok().and_then(|p| self.packs.get(p)) else {
-                continue;
-            };
-            let chunk = usize::try_from(chunk)
-                .ok()
-                .and_then(|c| table.chunks.get(c));
-            let found = chunk.filter(|c| &c.digest == digest).and_then(|c| {
-                let frame = usize::try_from(c.frame)
-                    .ok()
-                    .and_then(|f| table.frames.get(f))?;
-                Some((c, *frame))
-            });
-            let Some((chunk, frame)) = found else {
-                self.warn(format!(
+            match self.at(number, chunk, digest)? {
+                Found::Usable(found) => return Ok(Some(found)),
+                Found::Unusable => {}
+                Found::Another(pack) => self.warn(format!(
                     "not used: an index says that {} has chunk {digest}",
-                    Key::pack(&pack.id)
-                ));
-                continue;
-            };
-            let sound = self
-                .frames
-                .is_sound(&self.store, number, &pack, &table, chunk.frame)?;
-            if sound {
-                return Ok(Some(StoredChunk {
-                    pack,
-                    frame,
-                    offset: chunk.offset,
-                    len: chunk.len,
-                }));
+                    Key::pack(&pack)
+                )),
             }
         }
         Ok(None)
+    }
+
+    /// The same if it is the chunk after the last one in a pack whose table is at hand: then no index
+    /// is asked.
+    fn locate_next(&mut self, digest: &Digest) -> Result<Option<StoredChunk>> {
+        let Some((number, chunk)) = self.last else {
+            return Ok(None);
+        };
+        if !self.tables.contains_key(&number) {
+            return Ok(None);
+        }
+        Ok(match self.at(number, chunk.saturating_add(1), digest)? {
+            Found::Usable(found) => Some(found),
+            Found::Unusable | Found::Another(_) => None,
+        })
+    }
+
+    /// Whether the chunk with this index in the table of a pack is the one with this digest, and
+    /// usable.
+    fn at(&mut self, number: u32, chunk: u32, digest: &Digest) -> Result<Found> {
+        let Some(table) = self.table(number)? else {
+            return Ok(Found::Unusable);
+        };
+        let Some(&pack) = usize::try_from(number).ok().and_then(|p| self.packs.get(p)) else {
+            return Ok(Found::Unusable);
+        };
+        let known = usize::try_from(chunk)
+            .ok()
+            .and_then(|c| table.chunks.get(c));
+        let known = known.filter(|c| &c.digest == digest).and_then(|c| {
+            let frame = usize::try_from(c.frame)
+                .ok()
+                .and_then(|f| table.frames.get(f))?;
+            Some((c, *frame))
+        });
+        let Some((known, frame)) = known else {
+            return Ok(Found::Another(pack.id));
+        };
+        let sound = self
+            .frames
+            .is_sound(&self.store, number, &pack, &table, known.frame)?;
+        if !sound {
+            return Ok(Found::Unusable);
+        }
+        self.last = Some((number, chunk));
+        Ok(Found::Usable(StoredChunk {
+            pack,
+            frame,
+            offset: known.offset,
+            len: known.len,
+        }))
     }
 
     /// Why a chunk that an index names has no usable place, if damage of its frame is the reason.
@@ -165,6 +210,15 @@ impl IndexSet {
         let Some(&pack) = usize::try_from(number).ok().and_then(|p| self.packs.get(p)) else {
             return Ok(None);
         };
+        // Before the next one takes memory.
+        while self.loaded.len() >= MAX_TABLES
+            || self.loaded.iter().map(|(_, chunks)| chunks).sum::<usize>() > MAX_TABLE_CHUNKS
+        {
+            let Some((oldest, _)) = self.loaded.pop_front() else {
+                break;
+            };
+            self.tables.remove(&oldest);
+        }
         let table = match self.store.pack_table(&pack) {
             Ok(table) => Some(Arc::new(table)),
             // Collected since the index was written: no reason to speak of it.
@@ -175,13 +229,8 @@ impl IndexSet {
             }
             Err(error) => return Err(error),
         };
-        if table.is_some() {
-            self.loaded.push_back(number);
-            if self.loaded.len() > MAX_TABLES
-                && let Some(oldest) = self.loaded.pop_front()
-            {
-                self.tables.remove(&oldest);
-            }
+        if let Some(table) = &table {
+            self.loaded.push_back((number, table.chunks.len()));
         }
         self.tables.insert(number, table.clone());
         Ok(table)

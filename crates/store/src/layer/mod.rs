@@ -4,6 +4,7 @@ mod chunks;
 mod claim;
 mod dedupe;
 mod frames;
+mod meta_image;
 mod pack_writer;
 mod part;
 mod passed;
@@ -11,6 +12,7 @@ mod pipeline;
 mod publish;
 mod read;
 pub(crate) mod repack;
+mod staged;
 mod trust;
 mod verify;
 mod writer;
@@ -21,11 +23,13 @@ use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
+pub use meta_image::{MetaImage, MetaWriter};
 pub use part::SeedMarker;
 pub(crate) use passed::Tables;
 pub use passed::{FrameChunks, StoredFrame};
-pub use publish::{Draft, MetaImage, MetaWriter, PublishOutcome, Published, Sealed};
+pub use publish::{Draft, PublishOutcome, Published, Sealed};
 pub use read::{Delivery, FetchStats, ReadLimits};
+pub use staged::{Staged, publish_all};
 pub use verify::{Damage, VerifyReport};
 pub use writer::{FileChunks, LayerWriter, WriteStats, WriterOptions};
 

@@ -184,7 +184,7 @@ impl LayerStore {
     pub(crate) fn move_frames(&self, wanted: &FramesOfPacks) -> Result<Moved> {
         let mut moved = Moved::default();
         let mut order: Vec<FramePlace> = Vec::new();
-        let mut writer = PackWriter::new(self);
+        let mut writer = PackWriter::new(self, None);
         for (id, (size, offsets)) in wanted {
             let result = self.structure_of_pack(id, *size).and_then(|(_, table)| {
                 let chunks = chunks_by_frame(&table);
@@ -306,16 +306,9 @@ impl LayerWriter {
     /// [`StoreError::InvalidInput`] or damage if a chunk is nowhere in the store, or only in damaged
     /// packs.
     pub(crate) fn relocate(mut self, manifest: &Manifest, map: &LayerMap) -> Result<Vec<String>> {
-        for extent in map.extents() {
-            if self.held.contains(&extent.digest) || self.find_stored(&extent.digest, extent.len)? {
-                continue;
-            }
-            if let Some(damage) = self.index.damage_of(&extent.digest)? {
-                return Err(damage);
-            }
-        }
+        let reference = manifest.reference();
+        let places = resolve(&mut self.held, &mut self.index, &reference, map, None)?;
         let mut warnings = self.index.take_warnings();
-        let places = resolve(&self.held, &manifest.reference(), map, None)?;
         let locator = build_locator(manifest.map.digest, map, places)?;
         self.store
             .put_locator(&manifest.map.digest, map, &locator, &mut warnings)?;

@@ -28,6 +28,7 @@ mod references;
 mod remembered;
 mod seeding;
 mod signatures;
+mod staged;
 mod support;
 mod sweeps;
 mod transfer;
