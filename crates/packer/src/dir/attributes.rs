@@ -9,6 +9,8 @@ use rustix::io::Errno;
 
 /// Most bytes of one file's attribute names, and of one value: the kernel's limits.
 const LARGEST: usize = 64 << 10;
+/// Bytes that nearly always do. The kernel allocates what it is given room for, each time.
+const USUAL: usize = 1 << 10;
 
 /// Reads attributes; keeps its buffer.
 #[derive(Default)]
@@ -26,11 +28,7 @@ impl Reader {
     ) -> rustix::io::Result<BTreeMap<Vec<u8>, Vec<u8>>> {
         let mut found = BTreeMap::new();
         let path = OsStr::from_bytes(path);
-        if self.names.is_empty() {
-            self.names.resize(LARGEST, 0);
-            self.value.resize(LARGEST, 0);
-        }
-        let len = match llistxattr(path, &mut self.names) {
+        let len = match within(&mut self.names, |room| llistxattr(path, room)) {
             Ok(len) => len,
             // A filesystem without attributes has none.
             Err(Errno::OPNOTSUPP | Errno::NOSYS) => return Ok(found),
@@ -44,7 +42,8 @@ impl Reader {
             if !wanted(name) {
                 continue;
             }
-            match lgetxattr(path, OsStr::from_bytes(name), &mut self.value) {
+            let name_of = OsStr::from_bytes(name);
+            match within(&mut self.value, |room| lgetxattr(path, name_of, room)) {
                 Ok(len) => {
                     found.insert(
                         name.to_vec(),
@@ -57,5 +56,22 @@ impl Reader {
             }
         }
         Ok(found)
+    }
+}
+
+/// Calls with as much room as usual, and again with all that can be needed if that was too little.
+fn within(
+    buffer: &mut Vec<u8>,
+    mut call: impl FnMut(&mut [u8]) -> rustix::io::Result<usize>,
+) -> rustix::io::Result<usize> {
+    if buffer.len() < USUAL {
+        buffer.resize(USUAL, 0);
+    }
+    match call(buffer.get_mut(..USUAL).unwrap_or_default()) {
+        Err(Errno::RANGE) => {
+            buffer.resize(LARGEST, 0);
+            call(buffer)
+        }
+        other => other,
     }
 }

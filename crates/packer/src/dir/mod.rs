@@ -8,6 +8,7 @@
 mod attributes;
 mod capture;
 mod file;
+mod gather;
 mod open;
 mod read;
 mod scan;
