@@ -39,6 +39,11 @@ impl Filter {
         Ok(self)
     }
 
+    /// Whether paths decide anything.
+    pub(crate) fn asks(&self) -> bool {
+        self.selects() || !self.globs.is_empty()
+    }
+
     /// Whether only some of the source is wanted.
     pub(crate) fn selects(&self) -> bool {
         !self.includes.is_empty()

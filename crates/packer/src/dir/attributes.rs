@@ -13,7 +13,7 @@ use super::open::proc_path;
 
 /// Most bytes of one file's attribute names, and of one value: the kernel's limits.
 const LARGEST: usize = 64 << 10;
-/// Bytes of names that are asked for first: the kernel takes the buffer's size of its own memory.
+/// Bytes that nearly always do. The kernel takes the buffer's size of its own memory, each time.
 const FIRST: usize = 1 << 10;
 
 /// Reads attributes; keeps its buffers.
@@ -54,7 +54,7 @@ impl Reader {
         let path = proc_path(directory, file);
         let path = OsStr::from_bytes(&path);
         if self.value.is_empty() {
-            self.value.resize(LARGEST, 0);
+            self.value.resize(FIRST, 0);
         }
         let names = self.names.get(..len).unwrap_or_default();
         for name in names
@@ -64,7 +64,13 @@ impl Reader {
             if !wanted(name) {
                 continue;
             }
-            match lgetxattr(path, OsStr::from_bytes(name), &mut self.value) {
+            let name_of = OsStr::from_bytes(name);
+            let mut value = lgetxattr(path, name_of, &mut self.value);
+            if value == Err(Errno::RANGE) {
+                self.value.resize(LARGEST, 0);
+                value = lgetxattr(path, name_of, &mut self.value);
+            }
+            match value {
                 Ok(len) => {
                     found.insert(
                         name.to_vec(),

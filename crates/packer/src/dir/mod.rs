@@ -9,6 +9,7 @@ mod attributes;
 mod capture;
 mod file;
 mod files;
+mod gather;
 mod open;
 mod read;
 mod scan;
