@@ -608,15 +608,13 @@ impl LayerStore {
 
     /// Whether a compressed object is what its key says, without holding its raw bytes.
     fn check_object(&self, key: &Key, blob: &Blob) -> Result<()> {
-        let stored = self
-            .blobs()
-            .get(key, max_stored(blob.size))?
-            .ok_or_else(|| self.missing(key))?;
-        let digest = digest_of_raw(&stored, blob.size).map_err(|e| self.bad(key, &e))?;
-        if digest != blob.digest {
-            return Err(self.corrupt(key, format!("the digest of its raw bytes is {digest}")));
-        }
-        Ok(())
+        self.need_checked(key, max_stored(blob.size), &mut |stored| {
+            let digest = digest_of_raw(stored, blob.size).map_err(|e| self.bad(key, &e))?;
+            if digest != blob.digest {
+                return Err(self.corrupt(key, format!("the digest of its raw bytes is {digest}")));
+            }
+            Ok(())
+        })
     }
 
     /// A compressed object.
