@@ -31,10 +31,10 @@ mod spool;
 pub mod transfer;
 
 pub use blob::{
-    BlobStore, BlobWriter, CachedStore, Fault, FaultStore, FileStore, HttpStore, LimitedStore,
-    MemStore, MirrorStore, ObjectInfo, OciStore, OpenOptions, Operation, PutMode, PutOutcome,
-    RateLimits, ReadCacheOptions, RetryPolicy, RetryStore, S3Credentials, S3Store, Timeouts, open,
-    open_url,
+    BlobStore, BlobWriter, CachedStore, Disagreement, Fault, FaultStore, FileStore, HttpStore,
+    LimitedStore, MemStore, MirrorStore, ObjectInfo, OciStore, OpenOptions, Operation, PutMode,
+    PutOutcome, RateLimits, ReadCacheOptions, RetryPolicy, RetryStore, S3Credentials, S3Store,
+    Span, Timeouts, open, open_url,
 };
 pub use buffers::recycle;
 pub use codec::Codec;

@@ -14,7 +14,7 @@ use crate::format::index::{IndexPack, IndexSegment, MAX_INDEX_BYTES};
 use crate::format::pack::{
     FOOTER_LEN, FRAMES_START, MAX_TABLE_LEN, PackFooter, PackFrame, PackTable, check_header,
 };
-use crate::index::{ChunkIndex, SegmentStream, segments};
+use crate::index::{ChunkIndex, SegmentStream, segments, twice};
 use crate::key::Key;
 use crate::parallel::{Bounds, Order, for_each};
 
@@ -240,16 +240,13 @@ impl IndexSet {
 impl LayerStore {
     /// An index segment, verified; `None` if it is gone.
     pub(crate) fn index_segment(&self, key: &Key) -> Result<Option<IndexSegment>> {
-        let Some(bytes) = self.blobs().get(key, MAX_INDEX_BYTES)? else {
-            return Ok(None);
-        };
-        let digest = Digest::of(&bytes);
-        if key.digest() != Some(digest) {
-            return Err(self.corrupt(key, format!("its digest is {digest}")));
-        }
-        IndexSegment::parse(&bytes)
-            .map(Some)
-            .map_err(|e| self.bad(key, &e))
+        self.get_checked(key, MAX_INDEX_BYTES, &mut |bytes| {
+            let digest = Digest::of(bytes);
+            if key.digest() != Some(digest) {
+                return Err(self.corrupt(key, format!("its digest is {digest}")));
+            }
+            IndexSegment::parse(bytes).map_err(|e| self.bad(key, &e))
+        })
     }
 
     /// A pack's table, after checking that the pack has its size and its header.
@@ -262,9 +259,22 @@ impl LayerStore {
                 format!("it has {size} bytes, its index says {}", pack.size),
             ));
         }
-        let head = self.fetch(&pack.id, 0..FRAMES_START.min(size))?;
-        check_header(&head).map_err(|e| self.bad(&key, &e))?;
+        self.check_pack_header(&key, size)?;
         self.read_table(&key, pack.size, pack.table_offset)
+    }
+
+    /// That a pack of `size` bytes begins as one.
+    pub(super) fn check_pack_header(&self, key: &Key, size: u64) -> Result<()> {
+        self.range_checked(key, 0..FRAMES_START.min(size), &mut |head| {
+            check_header(head).map_err(|e| self.bad(key, &e))
+        })
+    }
+
+    /// The footer of a pack of `size` bytes.
+    pub(super) fn read_footer(&self, key: &Key, size: u64) -> Result<PackFooter> {
+        self.range_checked(key, size.saturating_sub(FOOTER_LEN)..size, &mut |footer| {
+            PackFooter::parse(footer, size).map_err(|e| self.bad(key, &e))
+        })
     }
 
     /// Table and footer of a pack of `size` bytes whose table begins at `table_offset`.
@@ -273,11 +283,13 @@ impl LayerStore {
         if !(FOOTER_LEN..=MAX_TABLE_LEN + FOOTER_LEN).contains(&tail_len) {
             return Err(self.corrupt(key, format!("its table would have {tail_len} bytes")));
         }
-        let tail = self.blobs().get_range(key, table_offset..size)?;
+        self.range_checked(key, table_offset..size, &mut |tail| {
+            self.table_of(key, size, table_offset, tail)
+        })
+    }
+
+    fn table_of(&self, key: &Key, size: u64, table_offset: u64, tail: &[u8]) -> Result<PackTable> {
         let short = || self.corrupt(key, "the store answered with too few bytes");
-        if tail.len() as u64 != tail_len {
-            return Err(short());
-        }
         let at = tail
             .len()
             .saturating_sub(usize::try_from(FOOTER_LEN).unwrap_or(usize::MAX));
@@ -345,14 +357,16 @@ impl LayerStore {
 
     /// The packs of a segment, after checking all of it; none if it is gone.
     pub(super) fn check_segment(&self, key: &Key) -> Result<Vec<IndexPack>> {
-        let Some(stream) = SegmentStream::open(self, key)? else {
-            return Ok(Vec::new());
+        let check = || {
+            let Some(stream) = SegmentStream::open(self, key)? else {
+                return Ok(Vec::new());
+            };
+            let packs = stream.packs().to_vec();
+            stream.check().map(|()| packs)
         };
-        let packs = stream.packs().to_vec();
-        match stream.check() {
-            Ok(()) => Ok(packs),
+        match twice(check) {
             Err(StoreError::Missing { .. }) => Ok(Vec::new()), // deleted meanwhile
-            Err(error) => Err(error),
+            checked => checked,
         }
     }
 }

@@ -537,15 +537,13 @@ impl LayerStore {
 
     /// What is stored of a compressed object, which is what its key says. Its raw bytes are never held.
     fn sound_object(&self, key: &Key, blob: &Blob) -> Result<Vec<u8>> {
-        let stored = self
-            .blobs()
-            .get(key, max_stored(blob.size))?
-            .ok_or_else(|| self.missing(key))?;
-        let digest = digest_of_raw(&stored, blob.size).map_err(|e| self.bad(key, &e))?;
-        if digest != blob.digest {
-            return Err(self.corrupt(key, format!("the digest of its raw bytes is {digest}")));
-        }
-        Ok(stored)
+        self.need_checked(key, max_stored(blob.size), &mut |stored| {
+            let digest = digest_of_raw(stored, blob.size).map_err(|e| self.bad(key, &e))?;
+            if digest != blob.digest {
+                return Err(self.corrupt(key, format!("the digest of its raw bytes is {digest}")));
+            }
+            Ok(stored.to_vec())
+        })
     }
 
     /// Whether a compressed object that was likely `known` before is there and sound. It is durable

@@ -21,6 +21,7 @@ mod golden;
 mod healing;
 mod hostile;
 mod index_cache;
+mod mirrors;
 mod publishing;
 mod queries;
 mod reading;
