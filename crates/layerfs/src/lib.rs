@@ -14,15 +14,17 @@ pub mod fetch;
 mod files;
 pub mod fuse;
 pub mod implicit;
+mod learnt;
 mod node;
 mod pool;
 mod record;
 mod sync;
 
 pub use error::{LayerfsError, Result};
+pub use learnt::LEARNT;
 pub use node::{
-    CacheChecked, CacheStatus, CachedLayer, Evicted, LayerHandle, LayerStatus, LeaseInfo,
-    LeaseSpec, Node, NodeConfig, NodeMetrics, NodeStatus, PrefetchMode, PrefetchSpec, Recorded,
-    RecordingBegun, Stack, StoreOpener, Totals,
+    CacheChecked, CacheStatus, CachedLayer, Evicted, LayerHandle, LayerStatus, LearntProfile,
+    LeaseInfo, LeaseSpec, Node, NodeConfig, NodeMetrics, NodeStatus, PrefetchMode, PrefetchSpec,
+    PublishedProfile, Recorded, RecordingBegun, Stack, StoreOpener, Totals,
 };
 pub use record::Touch;

@@ -4,6 +4,7 @@ mod build;
 mod cache;
 mod channels;
 mod flatten;
+mod node;
 mod pack_diff;
 mod prefetch;
 mod profile;
@@ -24,6 +25,7 @@ pub(crate) use self::flatten::FlattenArgs;
 pub(crate) use self::pack_diff::PackDiffArgs;
 pub(crate) use upkeep::{GcArgs, PruneArgs, RepairArgs};
 
+pub(crate) use self::node::NodeArgs;
 pub(crate) use self::signing::{KeyArgs, KeyCommand, SignArgs, SignWithArgs};
 pub(crate) use self::snapshot::{
     CheckoutArgs, SnapshotArgs, SnapshotCommand, SnapshotDiffArgs, SnapshotExportArgs,
@@ -35,7 +37,8 @@ use crate::units::{Age, Bytes, Cpus};
 pub(crate) use channels::{TagArgs, UntagArgs};
 pub(crate) use prefetch::PrefetchArgs;
 pub(crate) use profile::{
-    ProfileArgs, ProfileCommand, ProfileMergeArgs, ProfileRecordArgs, ProfileShowArgs, SeedArgs,
+    ProfileArgs, ProfileCommand, ProfileMergeArgs, ProfilePublishArgs, ProfileRecordArgs,
+    ProfileShowArgs, SeedArgs,
 };
 pub(crate) use query::{CatArgs, DiffArgs, DuArgs, FindArgs};
 pub(crate) use transfer::{CopyArgs, PullArgs, PushArgs, TransferArgs};
@@ -138,7 +141,7 @@ pub(crate) enum Command {
     Cat(CatArgs),
     /// Find entries of a layer or stack by path, type and size
     Find(FindArgs),
-    /// What environments read: record, ls, show, merge, rm
+    /// What environments read: record, ls, show, merge, rm, learned, publish
     Profile(ProfileArgs),
     /// Copy what profiles use of some layers to another store, within a number of bytes
     Seed(SeedArgs),
@@ -327,6 +330,8 @@ pub(crate) enum DaemonCommand {
         /// LAYERPACK_METRICS_LISTEN, else metrics_listen in the configuration, else none]
         #[arg(long, value_name = "ADDRESS")]
         metrics_listen: Option<std::net::SocketAddr>,
+        #[command(flatten)]
+        node: NodeArgs,
         /// Configuration file [default: LAYERPACK_CONFIG, else /etc/layerpack/config.toml]
         #[arg(long, value_name = "FILE")]
         config: Option<PathBuf>,

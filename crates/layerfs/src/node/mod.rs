@@ -8,6 +8,7 @@
 //! ROOT/stacks/STACK/        plan.json; meta.erofs and mnt/ of a generated layer
 //! ROOT/manifests/           manifests by digest
 //! ROOT/leases/              who uses what
+//! ROOT/profiles/            what was learnt of stacks' first reads
 //! ROOT/pins.json            layers that eviction leaves alone
 //! ROOT/node-id              the node's name in the leases that it takes in stores
 //! ```
@@ -21,6 +22,7 @@
 
 mod caches;
 mod layer;
+mod learn;
 mod lease;
 mod prefetch;
 mod recording;
@@ -54,12 +56,14 @@ use crate::record::Recordings;
 use crate::sync::{AtomicBool, AtomicU64, Condvar, Mutex, Ordering, RwLock};
 
 use layer::{Slot, StoreRef};
+use learn::Learner;
 use lease::Record;
 use prefetch::Prefetches;
 use registry::Registry;
 use store_lease::StoreLeases;
 
 pub use caches::{CacheChecked, CacheStatus, CachedLayer, Evicted};
+pub use learn::{LearntProfile, PublishedProfile};
 pub use prefetch::{PrefetchMode, PrefetchSpec};
 pub use recording::{Recorded, RecordingBegun};
 pub use status::NodeMetrics;
@@ -95,6 +99,7 @@ pub struct Node {
     stopped: AtomicBool,
     recordings: Arc<Recordings>,
     prefetches: Prefetches,
+    learner: Learner,
     /// Layers that eviction leaves alone.
     pins: Mutex<BTreeSet<LayerId>>,
     housekeeper: Housekeeper,
@@ -125,7 +130,15 @@ impl Node {
         let lock = take_lock(&root)?;
         let mut problems = Vec::new();
         sweep::unmount_stale(&root, &mut problems)?;
-        for name in ["blobs", "cache", "layers", "stacks", "manifests", "leases"] {
+        for name in [
+            "blobs",
+            "cache",
+            "layers",
+            "stacks",
+            "manifests",
+            "leases",
+            "profiles",
+        ] {
             let path = root.join(name);
             let mut builder = std::fs::DirBuilder::new();
             builder.recursive(true).mode(0o700);
@@ -137,6 +150,7 @@ impl Node {
         let fetcher = Fetcher::new(config.fetch);
         let session = serve_blobs(&config, &root, &registry)?;
         let store_leases = StoreLeases::new(&root)?;
+        let learner = Learner::new(&root);
         let pins = caches::load_pins(&root, &mut problems);
         let records = Record::load_all(&root.join("leases"), &mut problems);
         let node = Arc::new(Self {
@@ -158,6 +172,7 @@ impl Node {
             stopped: AtomicBool::new(false),
             recordings,
             prefetches: Prefetches::new(),
+            learner,
             pins: Mutex::new(pins),
             housekeeper: Housekeeper::default(),
         });
@@ -262,6 +277,7 @@ impl Node {
                 ));
             }
         }
+        self.learn_due(false);
         self.trim_idle();
         // Not beside a stack that is on its way up: it is named already, and not mounted yet.
         if let Some(_alone) = self.stacking.try_write() {
@@ -302,6 +318,7 @@ impl Node {
         {
             let _ = thread.join();
         }
+        self.learn_due(true);
         self.prefetches.cancel_all();
         self.fetcher.close(END_LIMIT);
         self.prefetches.close(END_LIMIT);

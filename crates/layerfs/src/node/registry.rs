@@ -175,7 +175,7 @@ impl BlobSource for Registry {
         entry.opens.fetch_add(1, Ordering::AcqRel);
         // What the kernel has cached would not be seen by a recording.
         match self.mode {
-            OpenMode::Cached if entry.blob.taps.any() => Ok(OpenMode::Fresh),
+            OpenMode::Cached if entry.blob.taps.loud() => Ok(OpenMode::Fresh),
             mode => Ok(mode),
         }
     }

@@ -34,6 +34,10 @@ pub struct NodeConfig {
     pub idle_layers: usize,
     /// Bytes a second that a fill of whole layers fetches, at most.
     pub fill_bytes_per_second: Option<u64>,
+    /// How long after a mount the node learns from its reads; `None`: it learns nothing.
+    pub learn: Option<Duration>,
+    /// Give what is learnt to the stack's store.
+    pub publish_profiles: bool,
     /// Time between two rounds of housekeeping: cache checkpoints, leases of dead processes.
     pub housekeeping: Duration,
     /// Opens stores by address.
@@ -63,6 +67,8 @@ impl NodeConfig {
             read_ahead_kb: 1024,
             idle_layers: 64,
             fill_bytes_per_second: Some(64 << 20),
+            learn: Some(Duration::from_secs(60)),
+            publish_profiles: false,
             housekeeping: Duration::from_secs(15),
             open_store: Arc::new(|url| layerpack_store::open_url(url).map(LayerStore::new)),
         }

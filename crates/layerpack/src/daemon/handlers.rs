@@ -1,6 +1,7 @@
 //! One function per request of the API.
 
 pub(super) mod cache;
+pub(super) mod profiles;
 
 use std::collections::HashMap;
 use std::path::PathBuf;
