@@ -6,6 +6,7 @@
 //! * [`fuse`]: a small transport for a directory of read-only blobs.
 //! * [`cache`]: what the node holds of a layer's data.
 //! * [`fetch`]: what brings the rest, verified.
+//! * [`peers`]: other nodes' caches, asked before the store.
 //! * [`implicit`]: directories that a layer has but does not define.
 
 pub mod cache;
@@ -16,6 +17,7 @@ pub mod fuse;
 pub mod implicit;
 mod learnt;
 mod node;
+pub mod peers;
 mod pool;
 mod record;
 mod sync;

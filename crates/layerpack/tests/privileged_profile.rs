@@ -268,10 +268,7 @@ fn privileged_nodes_learn_by_themselves_and_share_it() {
     let learnt = node.json(["profile", "learned"]);
     assert_eq!(learnt.as_array().unwrap().len(), 1, "{learnt}");
     assert_eq!(learnt[0]["recordings"], 1);
-    assert!(
-        learnt[0]["bytes"].as_u64().unwrap() >= 3 << 20,
-        "{learnt}"
-    );
+    assert!(learnt[0]["bytes"].as_u64().unwrap() >= 3 << 20, "{learnt}");
     assert!(node.ok(["profile", "learned"]).contains("workspace/w:1"));
     let error = node.fails(1, ["profile", "publish", STACK[0]]);
     assert!(error.contains("has learnt nothing"), "{error}");
@@ -294,14 +291,25 @@ fn privileged_nodes_learn_by_themselves_and_share_it() {
     let there = other.scratch.mkdir("mnt").unwrap().display().to_string();
     other.ok(["--store", &copy, "mount", STACK[0], STACK[1], &there]);
     let ahead = || metric(&metrics(&other), "layerpack_prefetched_bytes_total");
-    assert!(support::wait_until(|| ahead() >= 3 << 20), "{}", other.log());
+    assert!(
+        support::wait_until(|| ahead() >= 3 << 20),
+        "{}",
+        other.log()
+    );
     other.ok(["umount", &there]);
     other.ok(["daemon", "stop"]);
 
     // A profile of another version of a layer is said to be that.
     fs_err::write(node.scratch.join("work/srv/used"), b"another version").unwrap();
     node.build("workspace/w:2", &node.scratch.join("work"), &[]);
-    let line = ["mount", "--profile", &digest, STACK[0], "workspace/w:2", &dir];
+    let line = [
+        "mount",
+        "--profile",
+        &digest,
+        STACK[0],
+        "workspace/w:2",
+        &dir,
+    ];
     let output = node.run(line);
     assert!(output.status.success(), "{}", describe(&output));
     let warned = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -48,6 +48,8 @@ pub(crate) struct Counters {
     pub(crate) fetched_raw: AtomicU64,
     pub(crate) requests: AtomicU64,
     pub(crate) frames: AtomicU64,
+    /// Bytes of extents that peers gave.
+    pub(crate) from_peers: AtomicU64,
     pub(crate) served: AtomicU64,
     pub(crate) reads: AtomicU64,
     pub(crate) misses: AtomicU64,
@@ -337,7 +339,7 @@ impl Blob {
 
     /// Compares what an earlier process left of `offset..end` with its digests. Extents that
     /// pass are present afterwards, the others are missing.
-    fn check_suspects(&self, offset: u64, end: u64) {
+    pub(super) fn check_suspects(&self, offset: u64, end: u64) {
         let mut bytes = Vec::new();
         for index in self.extents(offset, end) {
             let Some(extent) = self.map.extents().get(index) else {

@@ -35,6 +35,7 @@ mod types;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::{Read, Seek, Write};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
@@ -52,6 +53,7 @@ use crate::cache::BootId;
 use crate::error::{IoContext, LayerfsError, Result};
 use crate::fetch::Fetcher;
 use crate::fuse::Session;
+use crate::peers::PeerLink;
 use crate::record::Recordings;
 use crate::sync::{AtomicBool, AtomicU64, Condvar, Mutex, Ordering, RwLock};
 
@@ -100,6 +102,7 @@ pub struct Node {
     recordings: Arc<Recordings>,
     prefetches: Prefetches,
     learner: Learner,
+    peers: Mutex<Option<PeerLink>>,
     /// Layers that eviction leaves alone.
     pins: Mutex<BTreeSet<LayerId>>,
     housekeeper: Housekeeper,
@@ -173,6 +176,7 @@ impl Node {
             recordings,
             prefetches: Prefetches::new(),
             learner,
+            peers: Mutex::new(None),
             pins: Mutex::new(pins),
             housekeeper: Housekeeper::default(),
         });
@@ -181,6 +185,8 @@ impl Node {
         node.fetcher
             .set_cold(Box::new(caches::Cold(Arc::downgrade(&node))));
         node.keep_house()?;
+        let peers = PeerLink::start(&node.config.peers, node.store_leases.id(), &node.fetcher)?;
+        *node.peers.lock() = peers;
         Ok(node)
     }
 
@@ -188,6 +194,12 @@ impl Node {
     #[must_use]
     pub fn root(&self) -> &Path {
         &self.root
+    }
+
+    /// Where peers are answered, if they are.
+    #[must_use]
+    pub fn peer_address(&self) -> Option<SocketAddr> {
+        self.peers.lock().as_ref().and_then(PeerLink::address)
     }
 
     fn blobs_dir(&self) -> PathBuf {
@@ -320,6 +332,7 @@ impl Node {
         }
         self.learn_due(true);
         self.prefetches.cancel_all();
+        drop(self.peers.lock().take());
         self.fetcher.close(END_LIMIT);
         self.prefetches.close(END_LIMIT);
         self.checkpoint();

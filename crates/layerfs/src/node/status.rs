@@ -8,6 +8,7 @@ use layerpack_store::{Digest, LayerId, Manifest};
 use super::Node;
 use super::types::{LayerStatus, NodeStatus, Totals};
 use crate::fetch::{MeterStatus, SpaceStatus};
+use crate::peers::{PeerLink, PeerStatus};
 use crate::sync::Ordering;
 
 /// A node's counters and gauges, for monitoring.
@@ -21,6 +22,8 @@ pub struct NodeMetrics {
     pub meta_fetched: u64,
     /// Requests of the kernel.
     pub fuse_requests: u64,
+    /// What came of peers.
+    pub peers: PeerStatus,
     /// Layers whose data is served now.
     pub layers_served: u64,
     /// Leases held now.
@@ -98,6 +101,11 @@ impl Node {
             layers,
             totals,
             problems: self.problems.lock().clone(),
+            peers: self
+                .peers
+                .lock()
+                .as_ref()
+                .map_or_else(Vec::new, PeerLink::list),
         }
     }
 
@@ -109,6 +117,11 @@ impl Node {
             space: self.fetcher.space(),
             meta_fetched: self.meta_fetched.load(Ordering::Relaxed),
             fuse_requests: self.session.lock().as_ref().map_or(0, |s| s.requests()),
+            peers: self
+                .peers
+                .lock()
+                .as_ref()
+                .map_or_else(PeerStatus::default, PeerLink::status),
             layers_served: self.registry.entries().len() as u64,
             leases: self.leases.lock().len() as u64,
             problems: self.problems.lock().len() as u64,
@@ -142,6 +155,7 @@ impl Node {
             fetched_raw_bytes: 0,
             requests: 0,
             frames: 0,
+            from_peers_bytes: 0,
             written_bytes: 0,
             served_bytes: 0,
             reads: 0,
@@ -162,6 +176,7 @@ impl Node {
         status.fetched_bytes = counters.fetched_stored.load(Ordering::Relaxed);
         status.fetched_raw_bytes = counters.fetched_raw.load(Ordering::Relaxed);
         status.requests = counters.requests.load(Ordering::Relaxed);
+        status.from_peers_bytes = counters.from_peers.load(Ordering::Relaxed);
         status.frames = counters.frames.load(Ordering::Relaxed);
         status.written_bytes = entry.blob.cache().written_bytes();
         status.served_bytes = counters.served.load(Ordering::Relaxed);

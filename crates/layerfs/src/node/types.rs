@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::fetch::FetchConfig;
 use crate::fuse::{OpenMode, SessionConfig};
+use crate::peers::{PeerInfo, PeersConfig};
 
 /// Opens a store by the address that its [`LayerStore::url`] gave: after a restart the node
 /// knows stores only by it.
@@ -38,6 +39,8 @@ pub struct NodeConfig {
     pub learn: Option<Duration>,
     /// Give what is learnt to the stack's store.
     pub publish_profiles: bool,
+    /// Nodes that help each other with what they have.
+    pub peers: PeersConfig,
     /// Time between two rounds of housekeeping: cache checkpoints, leases of dead processes.
     pub housekeeping: Duration,
     /// Opens stores by address.
@@ -69,6 +72,7 @@ impl NodeConfig {
             fill_bytes_per_second: Some(64 << 20),
             learn: Some(Duration::from_secs(60)),
             publish_profiles: false,
+            peers: PeersConfig::default(),
             housekeeping: Duration::from_secs(15),
             open_store: Arc::new(|url| layerpack_store::open_url(url).map(LayerStore::new)),
         }
@@ -152,6 +156,9 @@ pub struct LayerStatus {
     pub requests: u64,
     /// Frames fetched.
     pub frames: u64,
+    /// Bytes of data that peers gave, uncompressed.
+    #[serde(default)]
+    pub from_peers_bytes: u64,
     /// Bytes written to the cache.
     pub written_bytes: u64,
     /// Bytes given to the kernel.
@@ -229,4 +236,7 @@ pub struct NodeStatus {
     pub totals: Totals,
     /// What went wrong without stopping the node, newest last.
     pub problems: Vec<String>,
+    /// Nodes that this one asks for what they have.
+    #[serde(default)]
+    pub peers: Vec<PeerInfo>,
 }

@@ -202,6 +202,14 @@ fn describe(out: &mut dyn Write, status: &api::Status) -> io::Result<()> {
         human_bytes(totals.cache_used_bytes),
         totals.evictions
     )?;
+    if !status.node.peers.is_empty() {
+        let used = status.node.peers.iter().filter(|peer| peer.used).count();
+        writeln!(
+            out,
+            "{used} of {} peers are asked before the store",
+            status.node.peers.len()
+        )?;
+    }
     if !status.node.layers.is_empty() {
         writeln!(out)?;
         let mut table = Table::new(&[
