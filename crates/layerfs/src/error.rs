@@ -72,6 +72,12 @@ pub enum LayerfsError {
         /// What is in the way, and what to do about it.
         what: String,
     },
+    /// A trace cannot begin or go on.
+    #[error("trace: {what}")]
+    Trace {
+        /// What is in the way.
+        what: String,
+    },
     /// Mounts are still in use.
     #[error("still in use: {what}; end the users first, or force it")]
     InUse {

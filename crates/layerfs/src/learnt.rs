@@ -133,6 +133,11 @@ impl Learnt {
         found
     }
 
+    /// How many stacks something is known of.
+    pub(crate) fn count(&self) -> u64 {
+        self.stacks().len() as u64
+    }
+
     /// Runs that no store has yet.
     pub(crate) fn unpublished(&self, stack: &Digest) -> u32 {
         [NEW, SENDING]

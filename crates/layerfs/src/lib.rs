@@ -21,6 +21,7 @@ pub mod peers;
 mod pool;
 mod record;
 mod sync;
+mod trace;
 
 pub use error::{LayerfsError, Result};
 pub use learnt::LEARNT;
@@ -30,3 +31,4 @@ pub use node::{
     PublishedProfile, Recorded, RecordingBegun, Stack, StoreOpener, Totals,
 };
 pub use record::Touch;
+pub use trace::{TraceBatch, TraceEvent, TraceKind};

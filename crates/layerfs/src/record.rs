@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use layerpack_store::LayerId;
 
 use crate::sync::{AtomicBool, Mutex, Ordering, RwLock};
+use crate::trace::{TraceEvent, Tracer, Traces};
 
 /// Most extents that a recording holds: of the usual length they make 64 GiB.
 const MAX_TOUCHES: usize = 1 << 20;
@@ -139,6 +140,8 @@ pub(crate) struct Taps {
     /// Whether one of them wants to see what the kernel could answer from its caches too.
     loud: AtomicBool,
     list: RwLock<Vec<Tap>>,
+    watched: AtomicBool,
+    watchers: RwLock<Vec<(Arc<Tracer>, u32)>>,
 }
 
 impl Taps {
@@ -160,6 +163,24 @@ impl Taps {
         *list = taps;
     }
 
+    /// Whether somebody watches the reads.
+    pub(crate) fn watched(&self) -> bool {
+        self.watched.load(Ordering::Relaxed)
+    }
+
+    /// Tells who watches.
+    pub(crate) fn tell(&self, event: &TraceEvent) {
+        for (tracer, layer) in self.watchers.read().iter() {
+            tracer.tell(*layer, event);
+        }
+    }
+
+    pub(crate) fn watch(&self, watchers: Vec<(Arc<Tracer>, u32)>) {
+        let mut list = self.watchers.write();
+        self.watched.store(!watchers.is_empty(), Ordering::Relaxed);
+        *list = watchers;
+    }
+
     pub(crate) fn touch(&self, range: Range<usize>, len: impl Fn(usize) -> u32) {
         if !self.any() {
             return;
@@ -179,6 +200,8 @@ pub(crate) struct Recordings {
     running: Mutex<BTreeMap<String, Running>>,
     /// What the node learns by itself, by lease.
     learning: Mutex<BTreeMap<String, Running>>,
+    /// Who watches reads.
+    pub(crate) traces: Traces,
 }
 
 /// Recordings that may run at once; as many again may be learnt from.

@@ -13,6 +13,7 @@ mod signing;
 mod snapshot;
 mod transfer;
 mod upkeep;
+mod watch;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -42,6 +43,7 @@ pub(crate) use profile::{
 };
 pub(crate) use query::{CatArgs, DiffArgs, DuArgs, FindArgs};
 pub(crate) use transfer::{CopyArgs, PullArgs, PushArgs, TransferArgs};
+pub(crate) use watch::{TopArgs, TraceArgs};
 
 /// Where node state lies when neither `--root` nor `LAYERPACK_ROOT` says so.
 pub(crate) const DEFAULT_ROOT: &str = "/var/lib/layerpack";
@@ -155,6 +157,10 @@ pub(crate) enum Command {
     Umount(UmountArgs),
     /// What this node holds of layers: ls, du, pin, unpin, evict, verify
     Cache(CacheArgs),
+    /// Show live mounts and their rates
+    Top(TopArgs),
+    /// Show which files of a mount are read, and what is fetched for them
+    Trace(TraceArgs),
     /// Run, stop or ask the node daemon
     Daemon(DaemonArgs),
     /// Check what this node can do, and say what to change

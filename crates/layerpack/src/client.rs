@@ -16,7 +16,7 @@ use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Bytes;
 use hyper::{Method, Request, StatusCode};
 use hyper_util::rt::TokioIo;
-use layerpack_layerfs::{CacheStatus, Evicted, LearntProfile};
+use layerpack_layerfs::{CacheStatus, Evicted, LearntProfile, TraceBatch};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
@@ -144,6 +144,29 @@ impl Client {
         request: &api::PublishRequest,
     ) -> Result<api::Published, ClientError> {
         self.call(Method::POST, api::PROFILES, Some(request), PATIENT)
+    }
+
+    /// Begins to watch reads.
+    pub(crate) fn trace_begin(
+        &self,
+        request: &api::TraceRequest,
+    ) -> Result<api::TraceBegun, ClientError> {
+        self.call(Method::POST, api::TRACES, Some(request), QUICK)
+    }
+
+    /// Reads since the last call; waits for some for a moment.
+    pub(crate) fn trace_next(&self, id: u64) -> Result<TraceBatch, ClientError> {
+        self.call::<(), _>(Method::GET, &api::trace_path(&id.to_string()), None, QUICK)
+    }
+
+    /// Ends it.
+    pub(crate) fn trace_end(&self, id: u64) -> Result<api::TraceEnded, ClientError> {
+        self.call::<(), _>(
+            Method::DELETE,
+            &api::trace_path(&id.to_string()),
+            None,
+            QUICK,
+        )
     }
 
     /// Has the daemon let a sandbox go on if process `pid` ends while it keeps that frozen.

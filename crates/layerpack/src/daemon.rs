@@ -120,6 +120,11 @@ fn router(server: Arc<Server>) -> Router {
         .route(&api::stack_path("{lease}"), delete(handlers::release))
         .route(api::RECORDINGS, post(handlers::record_begin))
         .route(&api::recording_path("{id}"), delete(handlers::record_end))
+        .route(api::TRACES, post(handlers::traces::begin))
+        .route(
+            &api::trace_path("{id}"),
+            get(handlers::traces::next).delete(handlers::traces::end),
+        )
         .route(api::PROFILES, get(handlers::profiles::list))
         .route(api::PROFILES, post(handlers::profiles::publish))
         .route(api::GUARDS, post(handlers::guard))

@@ -64,10 +64,25 @@ impl Paths {
             }
         }
         paths.pieces.sort_by_key(|piece| (piece.start, piece.file));
+        // Files may share bytes: each byte is the first one's that has it.
+        let mut end = 0;
+        paths.pieces.retain_mut(|piece| {
+            let hidden = end.max(piece.start) - piece.start;
+            piece.start += hidden;
+            piece.offset += hidden;
+            let some = piece.start < piece.end;
+            end = end.max(piece.end);
+            some
+        });
         Ok(paths)
     }
 
-    fn add(&mut self, image: &Image<'_>, inode: &Inode, path: &[u8]) -> layerpack_erofs::Result<()> {
+    fn add(
+        &mut self,
+        image: &Image<'_>,
+        inode: &Inode,
+        path: &[u8],
+    ) -> layerpack_erofs::Result<()> {
         let file = self.files.len();
         for extent in image.layout(inode)? {
             let extent = extent?;
@@ -88,18 +103,12 @@ impl Paths {
     /// and of several names of one file, the first.
     pub(crate) fn find(&self, start: u64, end: u64) -> Vec<FilePart> {
         let mut parts: Vec<FilePart> = Vec::new();
-        // Pieces may overlap only where files share bytes; then they begin at the same block.
         let first = self.pieces.partition_point(|piece| piece.end <= start);
-        let mut at = start;
         for piece in self.pieces.get(first..).unwrap_or_default() {
             if piece.start >= end {
                 break;
             }
-            let (from, to) = (piece.start.max(at), piece.end.min(end));
-            if from >= to {
-                continue;
-            }
-            at = to;
+            let (from, to) = (piece.start.max(start), piece.end.min(end));
             let Some(path) = self.files.get(piece.file) else {
                 continue;
             };

@@ -14,6 +14,7 @@ use crate::cache::{BlobCache, Held};
 use crate::fuse::ReplyBuf;
 use crate::record::Taps;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering, RwLock};
+use crate::trace::{Cost, TraceEvent, TraceKind};
 
 /// Opens the store of a layer when its data is first needed.
 pub type OpenStore = Arc<dyn Fn() -> Result<LayerStore, StoreError> + Send + Sync>;
@@ -280,6 +281,10 @@ impl Blob {
                     .served
                     .fetch_add(end - offset, Ordering::Relaxed);
                 self.fetcher.meter.hit(end - offset);
+                if self.taps.watched() {
+                    self.taps
+                        .tell(&TraceEvent::new(TraceKind::Hit, offset, end));
+                }
             }
             Err(e) => {
                 self.fetcher.meter.failed(e);
@@ -318,11 +323,22 @@ impl Blob {
         self.counters.misses.fetch_add(1, Ordering::Relaxed);
         let begun = Instant::now();
         let deadline = begun + self.fetcher.config.read_timeout;
-        let waiting = self.fetcher.waiting.enter();
-        let result = self.read_pieces(offset, end, deadline, buf);
+        let waiting = self.fetcher.waiting.enter(self.layer);
+        let mut cost = Cost::default();
+        let result = self.read_pieces(offset, end, deadline, buf, &mut cost);
         drop(waiting);
         let outcome = result.as_ref().map(|()| end - offset);
-        self.fetcher.meter.waited(begun.elapsed(), outcome);
+        let waited = begun.elapsed();
+        self.fetcher.meter.waited(waited, outcome);
+        if self.taps.watched() {
+            let kind = match &result {
+                Ok(()) => TraceKind::Miss,
+                Err(_) => TraceKind::Failed,
+            };
+            let mut event = TraceEvent::new(kind, offset, end).with(cost, waited);
+            event.error = result.as_ref().err().map(ToString::to_string);
+            self.taps.tell(&event);
+        }
         match &result {
             Ok(()) => {
                 self.counters
@@ -383,6 +399,7 @@ impl Blob {
         end: u64,
         deadline: Instant,
         buf: &mut ReplyBuf,
+        cost_sum: &mut Cost,
     ) -> Result<(), ReadError> {
         let cap = self.fetcher.budget.piece();
         let mut at = offset;
@@ -397,7 +414,7 @@ impl Blob {
                 .ok_or(ReadError::TimedOut {
                     limit: self.fetcher.config.read_timeout,
                 })?;
-            let landed = self.fetch(&source, &frames, deadline)?;
+            let landed = self.fetch(&source, &frames, deadline, cost_sum)?;
             if landed.moved {
                 // The locator changed under way: plan again with the new one.
                 continue;
@@ -477,6 +494,7 @@ impl Blob {
         source: &Source,
         frames: &[u32],
         deadline: Instant,
+        cost: &mut Cost,
     ) -> Result<Landed, ReadError> {
         let claim = self.flights.claim(source.generation, frames, |frame| {
             source
@@ -485,10 +503,23 @@ impl Blob {
                 .iter()
                 .all(|index| self.cache.has(u64::from(*index)))
         });
+        let own = |frame: u32| claim.ours.iter().any(|(own, _)| *own == frame);
+        let owned: Vec<bool> = claim.all.iter().map(|(frame, _)| own(*frame)).collect();
         worker::submit(self, source, claim.ours);
         let mut landed = Landed::default();
-        for (frame, flight) in claim.all {
-            match flight.wait(deadline) {
+        for ((frame, flight), own) in claim.all.into_iter().zip(owned) {
+            let outcome = flight.wait(deadline);
+            if own {
+                cost.frames += 1;
+                cost.peer_frames += u32::from(!flight.is_direct());
+                cost.bytes += usize::try_from(frame)
+                    .ok()
+                    .and_then(|at| source.locator.frames().get(at))
+                    .map_or(0, |f| u64::from(f.stored_len));
+            } else {
+                cost.joined += 1;
+            }
+            match outcome {
                 Some(Outcome::Stored) => {}
                 Some(Outcome::Passed(bytes)) => landed.passed.push((frame, bytes)),
                 Some(Outcome::Moved) => landed.moved = true,

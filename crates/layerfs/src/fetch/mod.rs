@@ -28,6 +28,7 @@ mod meter;
 mod space;
 mod worker;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -195,6 +196,12 @@ impl Fetcher {
     #[must_use]
     pub fn readers_waiting(&self) -> u64 {
         self.waiting.count()
+    }
+
+    /// Readers that wait for a fetch, and how long the one that waits longest has, by layer.
+    #[must_use]
+    pub fn waiting_by_layer(&self) -> BTreeMap<LayerId, (u64, Duration)> {
+        self.waiting.by_layer()
     }
 
     /// What the fetcher did since it began.

@@ -31,6 +31,7 @@ mod stack;
 mod status;
 mod store_lease;
 mod sweep;
+mod trace;
 mod types;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -290,6 +291,7 @@ impl Node {
             }
         }
         self.learn_due(false);
+        self.end_forgotten_traces();
         self.trim_idle();
         // Not beside a stack that is on its way up: it is named already, and not mounted yet.
         if let Some(_alone) = self.stacking.try_write() {

@@ -26,13 +26,13 @@ impl Node {
             .ok_or_else(|| LayerfsError::UnknownLease {
                 id: lease.to_owned(),
             })?;
-        let id =
-            self.recordings
-                .traces
-                .begin(layers.clone())
-                .ok_or_else(|| LayerfsError::Trace {
-                    what: "too many run already: end one".to_owned(),
-                })?;
+        let id = self
+            .recordings
+            .traces
+            .begin(layers.clone())
+            .ok_or_else(|| LayerfsError::Trace {
+                what: "too many run already: end one".to_owned(),
+            })?;
         for layer in &layers {
             self.registry.tap(*layer, &self.recordings);
         }

@@ -156,6 +156,12 @@ pub struct LayerStatus {
     pub requests: u64,
     /// Frames fetched.
     pub frames: u64,
+    /// Reads that wait for a fetch now.
+    #[serde(default)]
+    pub waiting: u64,
+    /// How long the oldest of them has waited, in milliseconds.
+    #[serde(default)]
+    pub oldest_wait_ms: u64,
     /// Bytes of data that peers gave, uncompressed.
     #[serde(default)]
     pub from_peers_bytes: u64,
@@ -212,6 +218,9 @@ pub struct Totals {
     pub errors: u64,
     /// Bytes of frames that readers wait for right now.
     pub inflight_bytes: u64,
+    /// Memory that the serving process takes up.
+    #[serde(default)]
+    pub rss_bytes: u64,
     /// Requests of the kernel so far.
     pub fuse_requests: u64,
     /// What all caches take up on disk: as measured last, and what was written since.

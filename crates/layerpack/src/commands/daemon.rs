@@ -248,7 +248,7 @@ fn describe(out: &mut dyn Write, status: &api::Status) -> io::Result<()> {
 }
 
 /// What people know a lease's owner by: the mount point, the sandbox, the process.
-fn holder(root: &Path, lease: &LeaseSpec) -> String {
+pub(super) fn holder(root: &Path, lease: &LeaseSpec) -> String {
     match (lease.owner.as_str(), lease.pid) {
         ("mount", _) => match Place::of_lease(root, &lease.id).record() {
             Ok(Some(record)) => record.directory.display().to_string(),

@@ -109,7 +109,9 @@ fn rates<'a>(
         rates.waiting += layer.waiting;
         rates.oldest_wait_ms = rates.oldest_wait_ms.max(layer.oldest_wait_ms);
     }
-    let ms = u64::try_from(interval.as_millis()).unwrap_or(u64::MAX).max(1);
+    let ms = u64::try_from(interval.as_millis())
+        .unwrap_or(u64::MAX)
+        .max(1);
     let per_second = |n: u64| n.saturating_mul(1000) / ms;
     Rates {
         reads_per_second: per_second(sum.reads),
@@ -219,8 +221,16 @@ fn draw(out: &mut dyn Write, view: &View) -> io::Result<()> {
         view.layers
     )?;
     let mut table = Table::new(&[
-        "MOUNT", "LAYERS", "READS/S", "BYTES/S", "HITS", "FETCHED/S", "PEERS/S", "FAILED/S",
-        "WAITING", "OLDEST",
+        "MOUNT",
+        "LAYERS",
+        "READS/S",
+        "BYTES/S",
+        "HITS",
+        "FETCHED/S",
+        "PEERS/S",
+        "FAILED/S",
+        "WAITING",
+        "OLDEST",
     ]);
     let mut row = |on: &str, layers: usize, rates: &Rates| {
         table.row([

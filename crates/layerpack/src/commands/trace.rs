@@ -74,7 +74,11 @@ fn layer(context: &Context, status: &Status, id: LayerId) -> anyhow::Result<Laye
         .iter()
         .find(|layer| layer.layer_id == id)
         .map_or_else(|| id.to_string(), |layer| layer.reference.clone());
-    let meta = context.root().join("cache").join(id.hex()).join("meta.erofs");
+    let meta = context
+        .root()
+        .join("cache")
+        .join(id.hex())
+        .join("meta.erofs");
     let bytes = fs_err::read(&meta).context("cannot read the layer's metadata")?;
     let paths = Paths::new(&bytes).with_context(|| format!("the metadata of {name} is damaged"))?;
     Ok(Layer { name, paths })
@@ -111,8 +115,12 @@ fn watch(
         .iter()
         .map(|id| layer(context, status, *id))
         .collect::<anyhow::Result<Vec<_>>>()?;
-    if context.says_warnings() {
-        note(&format!("watching {} layers of {}", layers.len(), args.target));
+    if !context.quiet {
+        note(&format!(
+            "watching {} layers of {}",
+            layers.len(),
+            args.target
+        ));
     }
     let end = args.time.map(|time| Instant::now() + time.0);
     let mut looked = Instant::now();
@@ -140,7 +148,10 @@ fn watch(
         out.flush()?;
         drop(out);
         if batch.dropped > 0 && !context.quiet {
-            warning(&format!("{} reads came too fast to be shown", batch.dropped));
+            warning(&format!(
+                "{} reads came too fast to be shown",
+                batch.dropped
+            ));
         }
         if end.is_some_and(|end| Instant::now() >= end) {
             return Ok(());
@@ -215,14 +226,22 @@ fn text(
     parts: &[FilePart],
     event: &TraceEvent,
 ) -> io::Result<()> {
-    let at = format!("{}.{:06}", event.time_us / 1_000_000, event.time_us % 1_000_000);
+    let at = format!(
+        "{}.{:06}",
+        event.time_us / 1_000_000,
+        event.time_us % 1_000_000
+    );
     let cost = cost(event);
     if parts.is_empty() {
         let range = format!("{}+{}", event.offset, event.len);
         return writeln!(out, "{at:>12}  {}  (data {range})  {cost}", layer.name);
     }
     for (number, part) in parts.iter().enumerate() {
-        let said = if number == 0 { cost.as_str() } else { "with it" };
+        let said = if number == 0 {
+            cost.as_str()
+        } else {
+            "with it"
+        };
         writeln!(
             out,
             "{at:>12}  {}  {}  {}+{}  {said}",

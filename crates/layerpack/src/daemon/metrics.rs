@@ -166,6 +166,18 @@ fn simple(m: &NodeMetrics) -> Vec<Simple> {
         ),
         ("layerpack_leases", g, "Leases held now", m.leases),
         (
+            "layerpack_daemon_rss_bytes",
+            g,
+            "Memory that the daemon takes up",
+            m.rss,
+        ),
+        (
+            "layerpack_learned_stacks",
+            g,
+            "Stacks of which the node has learnt what is read first",
+            m.learnt,
+        ),
+        (
             "layerpack_peers",
             g,
             "Other nodes that are asked for data at present",
