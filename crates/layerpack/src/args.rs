@@ -337,7 +337,7 @@ pub(crate) enum DaemonCommand {
         #[arg(long, value_name = "ADDRESS")]
         metrics_listen: Option<std::net::SocketAddr>,
         #[command(flatten)]
-        node: NodeArgs,
+        node: Box<NodeArgs>,
         /// Configuration file [default: LAYERPACK_CONFIG, else /etc/layerpack/config.toml]
         #[arg(long, value_name = "FILE")]
         config: Option<PathBuf>,

@@ -60,13 +60,19 @@ fn privileged_trace_names_files_and_what_was_fetched() {
     out.read_line(&mut line).unwrap();
     assert!(line.contains("base/many:1"), "{line}");
     assert!(line.contains("/some/"), "{line}");
-    assert!(line.contains("waited") && line.contains("fetched"), "{line}");
+    assert!(
+        line.contains("waited") && line.contains("fetched"),
+        "{line}"
+    );
     // It ends with the mount.
     node.ok(["umount", &dir]);
     let mut rest = String::new();
     out.read_to_string(&mut rest).unwrap();
     assert!(trace.0.wait().unwrap().success());
-    assert!(line.contains("/some/7") || rest.contains("/some/7"), "{line}{rest}");
+    assert!(
+        line.contains("/some/7") || rest.contains("/some/7"),
+        "{line}{rest}"
+    );
 
     // The same for programs, for a time.
     node.ok(["mount", "--prefetch", "none", "base/many:1", &dir]);
@@ -75,7 +81,13 @@ fn privileged_trace_names_files_and_what_was_fetched() {
     said.read_line(&mut String::new()).unwrap();
     fs_err::read(format!("{dir}/some/150")).unwrap();
     let mut text = String::new();
-    trace.0.stdout.take().unwrap().read_to_string(&mut text).unwrap();
+    trace
+        .0
+        .stdout
+        .take()
+        .unwrap()
+        .read_to_string(&mut text)
+        .unwrap();
     assert!(trace.0.wait().unwrap().success());
     let events: Vec<Value> = text
         .lines()
@@ -115,13 +127,21 @@ fn privileged_top_shows_rates_of_mounts() {
     }
     assert!(top.0.wait().unwrap().success());
     let mut text = String::new();
-    top.0.stdout.take().unwrap().read_to_string(&mut text).unwrap();
+    top.0
+        .stdout
+        .take()
+        .unwrap()
+        .read_to_string(&mut text)
+        .unwrap();
     let seen: Value = serde_json::from_str(&text).unwrap();
     assert!(seen["rss_bytes"].as_u64().unwrap() > 1 << 20, "{seen}");
     let mounts = seen["mounts"].as_array().unwrap();
     assert_eq!(mounts.len(), 1);
     let row = &mounts[0];
-    assert_eq!((row["on"].as_str(), &row["owner"]), (Some(dir.as_str()), &"mount".into()));
+    assert_eq!(
+        (row["on"].as_str(), &row["owner"]),
+        (Some(dir.as_str()), &"mount".into())
+    );
     for rate in [
         "reads_per_second",
         "read_bytes_per_second",
@@ -134,9 +154,15 @@ fn privileged_top_shows_rates_of_mounts() {
     let output = node.run(["top", "--interval", "1s"]);
     assert!(output.status.success(), "{}", describe(&output));
     let text = String::from_utf8(output.stdout).unwrap();
-    assert!(text.contains("resident") && text.contains("MOUNT"), "{text}");
+    assert!(
+        text.contains("resident") && text.contains("MOUNT"),
+        "{text}"
+    );
     assert!(text.contains(&dir) && !text.contains('\u{1b}'), "{text}");
     node.ok(["umount", &dir]);
     node.ok(["daemon", "stop"]);
-    assert!(node.fails(1, ["top", "--once"]).contains("no layerpack daemon"));
+    assert!(
+        node.fails(1, ["top", "--once"])
+            .contains("no layerpack daemon")
+    );
 }

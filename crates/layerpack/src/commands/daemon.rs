@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use super::Outcome;
 use crate::api;
-use crate::args::{DaemonArgs, DaemonCommand, NodeArgs};
+use crate::args::{DaemonArgs, DaemonCommand};
 use crate::client::{Client, ClientError};
 use crate::context::{Context, prepare_root, require_root};
 use crate::mounts::Place;
@@ -32,7 +32,7 @@ pub(super) fn run(context: &Context, args: DaemonArgs) -> Outcome {
         cache_max: None,
         fill_rate: None,
         metrics_listen: None,
-        node: NodeArgs::default(),
+        node: Box::default(),
         config: None,
     }) {
         DaemonCommand::Run {
@@ -49,7 +49,7 @@ pub(super) fn run(context: &Context, args: DaemonArgs) -> Outcome {
                 cache_max,
                 fill_rate,
                 metrics_listen,
-                node,
+                node: *node,
             };
             serve(context, detached, policy, given)
         }
