@@ -292,6 +292,9 @@ impl Node {
         }
         self.learn_due(false);
         self.end_forgotten_traces();
+        if let Some(peers) = self.peers.lock().as_ref() {
+            peers.listen();
+        }
         self.trim_idle();
         // Not beside a stack that is on its way up: it is named already, and not mounted yet.
         if let Some(_alone) = self.stacking.try_write() {

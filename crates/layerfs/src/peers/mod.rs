@@ -17,12 +17,12 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use layerpack_store::peer::{PeerAsk, PeerError, PeerServer, PeerSource, PeerToken};
+use layerpack_store::peer::{PeerAsk, PeerError, PeerServer, PeerService, PeerSource, PeerToken};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{LayerfsError, Result};
 use crate::fetch::Fetcher;
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Mutex, Ordering};
 
 pub(crate) use members::{Member, PART, Peers};
 pub(crate) use serve::MAX_ANSWER;
@@ -119,7 +119,10 @@ pub struct PeerInfo {
 #[derive(Debug)]
 pub struct PeerLink {
     peers: Arc<Peers>,
-    server: Option<PeerServer>,
+    service: Arc<serve::Service>,
+    listen: Option<SocketAddr>,
+    token: Option<PeerToken>,
+    server: Mutex<Option<PeerServer>>,
     fetcher: Weak<Fetcher>,
 }
 
@@ -128,8 +131,8 @@ impl PeerLink {
     /// letters and digits. `None` if nothing is to be asked or answered.
     ///
     /// # Errors
-    /// [`LayerfsError::Peers`] when the address cannot be listened on, or could be read from other
-    /// machines without a token.
+    /// [`LayerfsError::Peers`] when layers could be read from other machines without a token. An
+    /// address that is taken is none: [`PeerLink::listen`] can be called again.
     pub fn start(config: &PeersConfig, own: &str, fetcher: &Arc<Fetcher>) -> Result<Option<Self>> {
         if config.listen.is_none() && config.sources.is_empty() {
             return Ok(None);
@@ -148,26 +151,40 @@ impl PeerLink {
         config.patience = config.patience.min(fetcher.read_timeout() / 4);
         let peers = Peers::start(&config, own)
             .map_err(|e| error(format!("no thread to watch peers: {e}")))?;
-        let server = match config.listen {
-            None => None,
-            Some(listen) => {
-                let service = serve::Service::new(own, fetcher, &peers, config.patience);
-                let server = PeerServer::start(listen, config.token.clone(), Arc::new(service));
-                Some(server.map_err(|e| error(format!("cannot listen on {listen}: {e}")))?)
-            }
-        };
+        let service = serve::Service::new(own, fetcher, &peers, config.patience);
         fetcher.set_peers(Some(Arc::clone(&peers)));
-        Ok(Some(Self {
+        let link = Self {
             peers,
-            server,
+            service: Arc::new(service),
+            listen: config.listen,
+            token: config.token,
+            server: Mutex::new(None),
             fetcher: Arc::downgrade(fetcher),
-        }))
+        };
+        link.listen();
+        Ok(Some(link))
+    }
+
+    /// Answers peers from now on, if that is wanted and not done yet. An address that is taken, by a
+    /// daemon that is about to end perhaps, is a warning in the log.
+    pub fn listen(&self) {
+        let mut server = self.server.lock();
+        let Some(listen) = self.listen.filter(|_| server.is_none()) else {
+            return;
+        };
+        let service: Arc<dyn PeerService> = Arc::clone(&self.service) as _;
+        match PeerServer::start(listen, self.token.clone(), service) {
+            Ok(started) => *server = Some(started),
+            Err(error) => {
+                tracing::warn!(%listen, %error, "peers are not answered yet; it is tried again");
+            }
+        }
     }
 
     /// Where peers are answered.
     #[must_use]
     pub fn address(&self) -> Option<SocketAddr> {
-        self.server.as_ref().map(PeerServer::address)
+        self.server.lock().as_ref().map(PeerServer::address)
     }
 
     /// What came of it.
@@ -188,6 +205,7 @@ impl Drop for PeerLink {
         if let Some(fetcher) = self.fetcher.upgrade() {
             fetcher.set_peers(None);
         }
+        drop(self.server.lock().take());
         self.peers.close();
     }
 }

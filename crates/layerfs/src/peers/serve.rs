@@ -26,6 +26,12 @@ pub(super) struct Service {
     free: Condvar,
 }
 
+impl std::fmt::Debug for Service {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Service").finish_non_exhaustive()
+    }
+}
+
 struct Turn<'a>(&'a Service);
 
 impl Drop for Turn<'_> {
