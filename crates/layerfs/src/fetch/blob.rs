@@ -9,6 +9,7 @@ use layerpack_store::{LayerId, LayerMap, LayerStore, Locator, Manifest, StoreErr
 use super::ahead::Unread;
 use super::evict::Heat;
 use super::flight::{Flights, Outcome};
+use super::stream::Streams;
 use super::{Fetcher, ReadError, worker};
 use crate::cache::{BlobCache, Held};
 use crate::fuse::ReplyBuf;
@@ -75,6 +76,9 @@ pub struct Blob {
     pub(super) cache_full: AtomicBool,
     pub(super) heat: Heat,
     pub(super) unread: Unread,
+    pub(super) streams: Streams,
+    /// Bytes of all extents.
+    pub(super) whole: u64,
     pub(crate) taps: Taps,
 }
 
@@ -119,6 +123,7 @@ impl Blob {
     #[must_use]
     pub fn new(parts: BlobParts, fetcher: Arc<Fetcher>) -> Arc<Self> {
         let heat = Heat::new(parts.map.data_size());
+        let whole = parts.map.extents().iter().map(|e| u64::from(e.len)).sum();
         let blob = Self {
             layer: parts.manifest.layer_id(),
             manifest: parts.manifest,
@@ -138,6 +143,8 @@ impl Blob {
             cache_full: AtomicBool::new(false),
             heat,
             unread: Unread::default(),
+            streams: Streams::default(),
+            whole,
             taps: Taps::default(),
         };
         let cached = blob
@@ -203,7 +210,7 @@ impl Blob {
     }
 
     /// Numbers of the extents that overlap `offset..end`.
-    fn extents(&self, offset: u64, end: u64) -> std::ops::Range<usize> {
+    pub(super) fn extents(&self, offset: u64, end: u64) -> std::ops::Range<usize> {
         let all = self.map.extents();
         let first = all.partition_point(|e| e.data_offset + u64::from(e.len) <= offset);
         let last = all.partition_point(|e| e.data_offset < end);
@@ -243,7 +250,7 @@ impl Blob {
     /// Gives the bytes if they are all in the cache; `None` if something must be fetched.
     /// Short only at the end of the blob.
     pub fn try_read(
-        &self,
+        self: &Arc<Self>,
         offset: u64,
         len: usize,
         buf: &mut ReplyBuf,
@@ -254,8 +261,11 @@ impl Blob {
             return Some(Ok(()));
         }
         // While something is evicted there, the read waits elsewhere.
-        let _held = self.cache.try_hold(&self.starts(offset, end))?;
-        self.read_present(offset, end, buf)
+        let held = self.cache.try_hold(&self.starts(offset, end))?;
+        let result = self.read_present(offset, end, buf)?;
+        drop(held);
+        self.read_on(offset, end);
+        Some(result)
     }
 
     /// Gives the bytes if they are all in the cache, where the caller holds them.
@@ -316,6 +326,7 @@ impl Blob {
         let _held = self.hold(offset, end);
         self.check_suspects(offset, end);
         if let Some(result) = self.read_present(offset, end, buf) {
+            self.read_on(offset, end);
             return result;
         }
         self.touch(offset, end);
@@ -344,6 +355,8 @@ impl Blob {
                 self.counters
                     .served
                     .fetch_add(end - offset, Ordering::Relaxed);
+                // Behind what this read waited for.
+                self.read_on(offset, end);
             }
             Err(e) => {
                 buf.clear();

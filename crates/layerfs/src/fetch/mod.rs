@@ -26,6 +26,7 @@ mod flight;
 mod give;
 mod meter;
 mod space;
+mod stream;
 mod worker;
 
 use std::collections::BTreeMap;
@@ -163,6 +164,12 @@ impl Fetcher {
             peers: RwLock::new(None),
             asking: Pool::new("ask", config.threads, usize::MAX),
         })
+    }
+
+    /// Whether more can be fetched without anybody else waiting for it.
+    fn has_spare_threads(&self) -> bool {
+        self.pool.load() < self.config.threads.div_ceil(2)
+            && self.asking.load() < self.config.threads.div_ceil(2)
     }
 
     /// How long a read waits for its bytes.
