@@ -22,6 +22,7 @@ mod key;
 mod layer;
 mod manifest;
 mod parallel;
+pub mod peer;
 pub mod profile;
 pub mod query;
 mod reference;
