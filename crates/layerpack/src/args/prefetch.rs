@@ -3,7 +3,9 @@
 use anyhow::bail;
 use clap::Args;
 use layerpack_layerfs::{PrefetchMode, PrefetchSpec};
-use layerpack_store::LayerStore;
+use layerpack_store::{LayerId, LayerStore};
+
+use crate::stack::StackLayer;
 
 /// What is fetched before it is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -38,11 +40,16 @@ impl PrefetchArgs {
         }
     }
 
-    /// For the daemon; a profile that is named is looked up, so that an error is the command's.
+    /// For the daemon, to mount `layers`; a profile that is named is looked up, so that an error is
+    /// the command's.
     ///
     /// # Errors
     /// When the profile is not in the store, or nothing is to be fetched by it.
-    pub(crate) fn spec(&self, store: &LayerStore) -> anyhow::Result<PrefetchSpec> {
+    pub(crate) fn spec(
+        &self,
+        store: &LayerStore,
+        layers: &[StackLayer],
+    ) -> anyhow::Result<PrefetchSpec> {
         let mode = match self.prefetch {
             PrefetchArg::None => PrefetchMode::None,
             PrefetchArg::Meta => PrefetchMode::Meta,
@@ -54,7 +61,10 @@ impl PrefetchArgs {
             (Some(_), PrefetchMode::None | PrefetchMode::Meta) => {
                 bail!("--profile says what to fetch ahead: it goes with --prefetch profile or all")
             }
-            (Some(name), _) => Some(store.find_profile(name)?.0.to_string()),
+            (Some(name), _) => {
+                let stack: Vec<LayerId> = layers.iter().map(|l| l.manifest.layer_id()).collect();
+                Some(store.find_profile_of(name, &stack)?.0.to_string())
+            }
         };
         Ok(PrefetchSpec { mode, profile })
     }
