@@ -98,6 +98,22 @@ impl LayerStore {
         }
     }
 
+    /// As [`LayerStore::find_profile`], for a stack: with a whole digest no list is asked for if
+    /// the profile lies with one of these layers, so that it is found where nothing can be listed.
+    ///
+    /// # Errors
+    /// As [`LayerStore::find_profile`].
+    pub fn find_profile_of(&self, text: &str, stack: &[LayerId]) -> Result<(Digest, Profile)> {
+        if let Ok(digest) = text.parse::<Digest>() {
+            for top in stack.iter().rev() {
+                if let Some(profile) = self.read_profile(&Key::profile(top, &digest), &digest)? {
+                    return Ok((digest, profile));
+                }
+            }
+        }
+        self.find_profile(text)
+    }
+
     /// Removes a profile; `false` if there was none.
     ///
     /// # Errors

@@ -273,7 +273,7 @@ fn choose(
     named: Option<&str>,
 ) -> Result<Option<(Digest, Profile)>, StoreError> {
     if let Some(name) = named {
-        return store.find_profile(name).map(Some);
+        return store.find_profile_of(name, layers).map(Some);
     }
     for top in layers.iter().rev().take(TOPS) {
         let fitting = store.profiles(Some(top))?.into_iter().filter_map(|stored| {

@@ -3,8 +3,8 @@
 use anyhow::bail;
 use clap::Args;
 use layerpack_layerfs::{PrefetchMode, PrefetchSpec};
-use layerpack_store::LayerStore;
 use layerpack_store::profile::Profile;
+use layerpack_store::{LayerId, LayerStore};
 
 use crate::context::Context;
 use crate::output::warning;
@@ -43,7 +43,8 @@ impl PrefetchArgs {
         }
     }
 
-    /// For the daemon; a profile that is named is looked up, so that an error is the command's.
+    /// For the daemon, to mount `layers`; a profile that is named is looked up, so that an error is
+    /// the command's.
     ///
     /// # Errors
     /// When the profile is not in the store, or nothing is to be fetched by it.
@@ -65,7 +66,8 @@ impl PrefetchArgs {
                 bail!("--profile says what to fetch ahead: it goes with --prefetch profile or all")
             }
             (Some(name), _) => {
-                let (digest, profile) = store.find_profile(name)?;
+                let stack: Vec<LayerId> = layers.iter().map(|l| l.manifest.layer_id()).collect();
+                let (digest, profile) = store.find_profile_of(name, &stack)?;
                 if context.says_warnings() {
                     for text in misfits(store, name, &profile, layers) {
                         warning(&text);
