@@ -336,7 +336,7 @@ fn privileged_what_goes_wrong_harms_neither_sandbox_nor_store() {
     let error = support::one_error(1, &pack_as("damaged"));
     assert!(error.contains("root/damaged"), "{error}");
     fs_err::remove_dir(&damaged).unwrap();
-    assert_eq!((published(), state(&node).as_str()), (1, "running"));
+    assert_eq!((published(), state(&node).as_str()), (2, "running"));
     exec(&node, id, "cat /root/one /root/two");
     // One that dies can still be packed, whole.
     let pid = node.json(["sandbox", "ls"])[0]["pid"].as_i64().unwrap();
