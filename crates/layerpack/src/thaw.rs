@@ -6,16 +6,21 @@
 
 use std::process;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use layerpack_packer::{Halt, HaltError};
-use layerpack_runtime::{FreezeGuard, HaltedBy, Sandbox, Sandboxes};
+use layerpack_runtime::{FreezeGuard, HaltedBy, RuntimeError, Sandbox, Sandboxes};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
-/// How long the processes of a sandbox may take to come to rest.
-const FREEZE: Duration = Duration::from_secs(30);
+/// How long the processes of a sandbox may take to come to rest, in one try: one that waits in the
+/// kernel must not keep the others halted.
+const FREEZE: Duration = Duration::from_millis(250);
+/// How long is tried.
+const TRIES: Duration = Duration::from_secs(30);
+/// How long a sandbox goes on between two tries.
+const PAUSE: Duration = Duration::from_millis(500);
 
 /// Freezes a sandbox and lets it go on, at the latest when it is dropped or the process is told
 /// to end.
@@ -111,10 +116,22 @@ impl Halt for Thaw<'_> {
     }
 
     fn halt(&self) -> Result<(), HaltError> {
-        let mut held = lock(&self.guard);
-        let guard = self
-            .sandboxes
-            .freeze(self.sandbox.spec.id.as_str(), FREEZE)?;
+        let id = self.sandbox.spec.id.as_str();
+        let deadline = Instant::now() + TRIES;
+        let (mut held, guard) = loop {
+            let held = lock(&self.guard);
+            match self.sandboxes.freeze(id, FREEZE) {
+                Ok(guard) => break (held, guard),
+                Err(RuntimeError::FreezeTimeout { id, .. }) if Instant::now() >= deadline => {
+                    let waited_ms = TRIES.as_millis();
+                    return Err(RuntimeError::FreezeTimeout { id, waited_ms }.into());
+                }
+                Err(RuntimeError::FreezeTimeout { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+            drop(held);
+            std::thread::sleep(PAUSE);
+        };
         *lock(&self.by) = guard.by();
         *held = Some(guard);
         drop(held);

@@ -79,6 +79,20 @@ pub(super) fn run(context: &Context, args: PackDiffArgs) -> Outcome {
     let mut options = PackDiffOptions::new(reference, sandbox.upper.clone());
     (options.uid_map, options.gid_map) = id_maps(&sandbox);
     options.stack = parents(&sandbox)?;
+    if context.says_warnings() {
+        for parent in &options.stack {
+            if store.manifest(&parent.manifest).is_err() {
+                let name = parent
+                    .reference
+                    .as_ref()
+                    .map_or_else(|| parent.manifest.to_string(), ToString::to_string);
+                warning(&format!(
+                    "{name}, which the snapshot lies on, is not in the store {}: push it there too, or start the snapshot with --fetch-from",
+                    store.url()
+                ));
+            }
+        }
+    }
     if args.squash {
         options.squash = diffs_on_top(&store, &options.stack)?;
     }

@@ -119,6 +119,12 @@ impl OpenFile {
     }
 
     fn error(&self, errno: Errno) -> PackError {
+        // A fifo that took a file's place cannot be read at an offset: that it did is what matters.
+        if let Ok(stat) = fstat(&self.fd)
+            && let Err(changed) = self.unchanged(&stat)
+        {
+            return changed;
+        }
         PackError::io("read", crate::show(&self.path), errno)
     }
 
@@ -244,5 +250,27 @@ impl Bytes for FileBytes<'_> {
             Err(Errno::INTR) => Err(io::ErrorKind::Interrupted.into()),
             Err(errno) => Err(self.error(errno)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{FileType, Mode, OFlags, open, stat};
+
+    use super::*;
+    use crate::options::Silent;
+
+    #[test]
+    fn a_fifo_in_a_files_place_is_a_change() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, fifo) = (dir.path().join("file"), dir.path().join("fifo"));
+        fs_err::write(&file, b"bytes").unwrap();
+        let mode = Mode::RUSR | Mode::WUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, &fifo, FileType::Fifo, mode, 0).unwrap();
+        let seen = Identity::of(&stat(&file).unwrap());
+        let fd = open(&fifo, OFlags::RDONLY | OFlags::NONBLOCK, Mode::empty()).unwrap();
+        let opened = OpenFile::new(fd, b"file".to_vec(), seen);
+        let error = opened.read_whole(&Silent).unwrap_err();
+        assert!(matches!(error, PackError::Changed { .. }), "{error}");
     }
 }

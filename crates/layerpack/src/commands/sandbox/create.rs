@@ -36,18 +36,45 @@ fn fetch(context: &Context, snapshot: &str, origin: Option<&str>) -> anyhow::Res
         return Ok(());
     };
     let store = context.store()?;
-    let there = store.load(&reference).is_ok_and(|(_, manifest)| {
-        let mut parents = manifest.parents.iter();
-        parents.all(|parent| store.manifest(&parent.manifest).is_ok())
+    let missing = store.load(&reference).ok().map(|(_, manifest)| {
+        let mut parents = manifest.parents;
+        parents.retain(|parent| store.manifest(&parent.manifest).is_err());
+        parents
     });
-    if there {
+    // The snapshot may be here and what it lies on only there.
+    let patterns = match &missing {
+        Some(parents) => parents
+            .iter()
+            .map(|parent| match &parent.reference {
+                Some(reference) => Ok(reference.to_string()),
+                None => bail!(
+                    "{snapshot} lies on the layer {}, which is not in the store and has no name: copy it",
+                    parent.manifest
+                ),
+            })
+            .collect::<anyhow::Result<Vec<String>>>()?,
+        None => vec![snapshot.to_owned()],
+    };
+    if patterns.is_empty() {
         return Ok(());
     }
     let from = context.store_at(origin)?;
+    for parent in missing.iter().flatten() {
+        let Some(name) = &parent.reference else {
+            continue;
+        };
+        let (found, _) = from.load(name)?;
+        if found != parent.manifest {
+            bail!(
+                "{snapshot} lies on {name} with the manifest {}; in {origin} that name stands for {found}",
+                parent.manifest
+            );
+        }
+    }
     let layers = select(
         &from,
         &Selection {
-            patterns: vec![snapshot.to_owned()],
+            patterns,
             all: false,
             parents: false,
             alone: false,
