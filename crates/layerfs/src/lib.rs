@@ -21,7 +21,7 @@ mod sync;
 
 pub use error::{LayerfsError, Result};
 pub use node::{
-    CacheChecked, CacheStatus, CachedLayer, Evicted, LayerHandle, LayerStatus, LeaseInfo,
+    CacheChecked, CacheStatus, CachedLayer, ErofsBacking, Evicted, LayerHandle, LayerStatus, LeaseInfo,
     LeaseSpec, Node, NodeConfig, NodeMetrics, NodeStatus, PrefetchMode, PrefetchSpec, Recorded,
     RecordingBegun, Stack, StoreOpener, Totals,
 };

@@ -42,6 +42,7 @@ pub(crate) fn run(root: &Path, policy: PathBuf, settings: &Settings) -> anyhow::
     let mut config = layerpack_layerfs::NodeConfig::recommended(root.to_owned());
     config.fetch.cache_max = settings.cache_max;
     config.fill_bytes_per_second = settings.fill_rate;
+    config.erofs = settings.erofs;
     let node = layerpack_layerfs::Node::start(config)?;
     prune::at_start(&node, root);
     guards::at_start(root);

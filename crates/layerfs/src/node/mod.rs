@@ -19,6 +19,7 @@
 //! `leases`, the registry. Who makes room in the cache only tries for a slot. The registry's lock is never held across a system call: the kernel
 //! asks the FUSE threads for the blob while it mounts a layer.
 
+mod backing;
 mod caches;
 mod layer;
 mod lease;
@@ -59,6 +60,7 @@ use prefetch::Prefetches;
 use registry::Registry;
 use store_lease::StoreLeases;
 
+pub use backing::ErofsBacking;
 pub use caches::{CacheChecked, CacheStatus, CachedLayer, Evicted};
 pub use prefetch::{PrefetchMode, PrefetchSpec};
 pub use recording::{Recorded, RecordingBegun};
@@ -78,6 +80,7 @@ const BUSY_LIMIT: Duration = Duration::from_secs(3);
 pub struct Node {
     root: PathBuf,
     config: NodeConfig,
+    backing: backing::Backing,
     boot: BootId,
     boot_text: String,
     /// Locked for as long as the node lives.
@@ -141,6 +144,7 @@ impl Node {
         let records = Record::load_all(&root.join("leases"), &mut problems);
         let node = Arc::new(Self {
             root,
+            backing: backing::Backing::new(config.erofs),
             config,
             boot,
             boot_text,
