@@ -17,6 +17,7 @@ pub mod mount;
 pub mod mountinfo;
 pub mod net;
 pub mod ns;
+pub mod pagecache;
 pub mod probe;
 pub mod process;
 pub mod signals;

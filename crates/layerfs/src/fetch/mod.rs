@@ -23,6 +23,7 @@ mod blob;
 mod budget;
 mod evict;
 mod flight;
+mod lend;
 mod meter;
 mod space;
 mod worker;
