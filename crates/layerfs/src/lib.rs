@@ -7,6 +7,7 @@
 //! * [`cache`]: what the node holds of a layer's data.
 //! * [`fetch`]: what brings the rest, verified.
 //! * [`implicit`]: directories that a layer has but does not define.
+//! * [`whole`]: a stack as one FUSE filesystem, for where no node may mount.
 
 pub mod cache;
 mod error;
@@ -18,11 +19,12 @@ mod node;
 mod pool;
 mod record;
 mod sync;
+pub mod whole;
 
 pub use error::{LayerfsError, Result};
 pub use node::{
-    CacheChecked, CacheStatus, CachedLayer, ErofsBacking, Evicted, LayerHandle, LayerStatus, LeaseInfo,
-    LeaseSpec, Node, NodeConfig, NodeMetrics, NodeStatus, PrefetchMode, PrefetchSpec, Recorded,
-    RecordingBegun, Stack, StoreOpener, Totals,
+    CacheChecked, CacheStatus, CachedLayer, ErofsBacking, Evicted, LayerHandle, LayerStatus,
+    LeaseInfo, LeaseSpec, Node, NodeConfig, NodeMetrics, NodeStatus, PrefetchMode, PrefetchSpec,
+    Recorded, RecordingBegun, Stack, StoreOpener, Totals,
 };
 pub use record::Touch;
