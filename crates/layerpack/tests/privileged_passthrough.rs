@@ -86,7 +86,7 @@ fn privileged_a_whole_layer_outlives_its_daemon_and_is_never_punched() {
     }
     node.ok(["umount", text(&second)]);
     drop(second_guard);
-    node.ok(["daemon", "stop"]);
+    node.ok(["daemon", "stop", "--force"]);
     // Even where the cache is removed while nothing serves it, an old mount keeps the file.
     fs_err::remove_dir_all(&cache).unwrap();
     for i in 6..FILES {
