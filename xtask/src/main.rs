@@ -66,6 +66,9 @@ enum Task {
         /// Small inputs, one round: shows that everything works, claims nothing
         #[arg(long)]
         quick: bool,
+        /// A binary of layerpack to measure, instead of building one
+        #[arg(long, value_name = "FILE")]
+        binary: Option<PathBuf>,
         /// Only these scenarios; an unknown name lists them
         #[arg(value_name = "NAME")]
         only: Vec<String>,
@@ -119,7 +122,11 @@ fn main() -> ExitCode {
             target,
             ..
         } => fuzz::run(seconds, target, plain),
-        Task::Bench { quick, only } => bench::run(quick, &only),
+        Task::Bench {
+            quick,
+            binary,
+            only,
+        } => bench::run(quick, binary.as_deref(), &only),
         Task::Measured { report, command } => bench::measure::inner(&report, &command),
         Task::Tidy => tidy::run(),
         Task::Setup => setup::run(),

@@ -1,5 +1,6 @@
 //! The inodes of a tree. Most are plain files: regular, one name, no extended attributes, their bytes
-//! in one run. Those take 28 bytes; all others are kept as they are.
+//! in one run, of less than 4 GiB and of a time from 1970 to 2106. Those take 20 bytes; all others are
+//! kept as they are.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Deref;
@@ -71,12 +72,11 @@ struct Slot {
     /// Number of an owner, or with [`WHOLE`] of a whole inode, and then nothing else counts.
     which: u32,
     nsec: u32,
-    /// In pieces, so that there is no gap.
-    sec: [u8; 8],
-    size: [u8; 8],
+    sec: u32,
+    size: u32,
     start: Option<BlockIndex>,
 }
-const _: () = assert!(size_of::<Slot>() == 28);
+const _: () = assert!(size_of::<Slot>() == 20);
 
 /// All inodes of a tree, by [`crate::NodeId::index`].
 #[derive(Clone, Debug, Default)]
@@ -122,8 +122,8 @@ impl Nodes {
         Slot {
             which: number | WHOLE,
             nsec: 0,
-            sec: [0; 8],
-            size: [0; 8],
+            sec: 0,
+            size: 0,
             start: None,
         }
     }
@@ -143,7 +143,8 @@ impl Nodes {
         if node.links != 1 || !xattrs.is_empty() {
             return None;
         }
-        let start = short(data)?;
+        let (size, start) = short(data)?;
+        let sec = u32::try_from(mtime.sec).ok()?;
         let owner = (*mode, *uid, *gid);
         let number = match self.numbers.get(&owner) {
             Some(number) => *number,
@@ -158,8 +159,8 @@ impl Nodes {
         Some(Slot {
             which: number,
             nsec: mtime.nsec,
-            sec: mtime.sec.to_ne_bytes(),
-            size: data.size.to_ne_bytes(),
+            sec,
+            size,
             start,
         })
     }
@@ -184,7 +185,7 @@ impl Nodes {
             uid,
             gid,
             mtime: Timestamp {
-                sec: i64::from_ne_bytes(slot.sec),
+                sec: slot.sec.into(),
                 nsec: slot.nsec,
             },
             xattrs: BTreeMap::new(),
@@ -193,7 +194,7 @@ impl Nodes {
             Some(start) => FileLayout::Contiguous { start },
             None => FileLayout::Empty,
         };
-        let size = u64::from_ne_bytes(slot.size);
+        let size = slot.size.into();
         Node::new(metadata, NodeKind::File(FileData { size, layout }))
     }
 
@@ -209,9 +210,9 @@ impl Nodes {
     pub(crate) fn set_data(&mut self, index: usize, data: FileData) {
         let slot = &mut self.slots[index];
         if slot.which & WHOLE == 0
-            && let Some(start) = short(&data)
+            && let Some((size, start)) = short(&data)
         {
-            slot.size = data.size.to_ne_bytes();
+            slot.size = size;
             slot.start = start;
         } else if let NodeKind::File(there) = &mut self.get_mut(index).kind {
             *there = data;
@@ -220,8 +221,10 @@ impl Nodes {
 
     pub(crate) fn set_mtime(&mut self, index: usize, mtime: Timestamp) {
         let slot = &mut self.slots[index];
-        if slot.which & WHOLE == 0 {
-            slot.sec = mtime.sec.to_ne_bytes();
+        if slot.which & WHOLE == 0
+            && let Ok(sec) = u32::try_from(mtime.sec)
+        {
+            slot.sec = sec;
             slot.nsec = mtime.nsec;
         } else {
             self.get_mut(index).metadata.mtime = mtime;
@@ -243,11 +246,12 @@ impl Nodes {
     }
 }
 
-/// Where the bytes of a file begin that is empty or one run; outer `None` for any other.
-fn short(data: &FileData) -> Option<Option<BlockIndex>> {
+/// Size of a file and where its bytes begin, if it is empty or one run, and not too large.
+fn short(data: &FileData) -> Option<(u32, Option<BlockIndex>)> {
+    let size = u32::try_from(data.size).ok()?;
     match data.layout {
-        FileLayout::Empty => Some(None),
-        FileLayout::Contiguous { start } => Some(Some(start)),
+        FileLayout::Empty => Some((size, None)),
+        FileLayout::Contiguous { start } => Some((size, Some(start))),
         FileLayout::Chunked { .. } => None,
     }
 }
@@ -261,7 +265,7 @@ mod tests {
             mode: 0o644,
             uid,
             gid: 7,
-            mtime: Timestamp { sec: -3, nsec: 9 },
+            mtime: Timestamp { sec: 3, nsec: 9 },
             xattrs: BTreeMap::new(),
         };
         Node::new(metadata, NodeKind::File(data))
@@ -300,27 +304,35 @@ mod tests {
             .insert(b"user.a".to_vec(), vec![1]);
         let mut linked = file(1, run(5, 1));
         linked.links = 2;
+        let mut old = file(1, run(5, 1));
+        old.metadata.mtime.sec = -3;
+        let mut new = file(1, run(5, 1));
+        new.metadata.mtime.sec = 1 << 32;
         let all = [
             Node::new(Metadata::default(), NodeKind::Directory),
             file(1, FileData::empty()),
-            file(2, run(u64::MAX, 0xffff_fffe)),
+            file(2, run(u32::MAX.into(), 0xffff_fffe)),
             file(1, sparse),
             with_xattr,
             linked,
             Node::new(Metadata::default(), NodeKind::Symlink(b"a".to_vec())),
+            file(2, run(u64::MAX, 1)),
+            file(2, run(1 << 32, 1)),
+            old,
+            new,
         ];
         let mut nodes = Nodes::new(all[0].clone());
         for node in all.iter().skip(1) {
             nodes.push(node.clone());
         }
-        assert_eq!((nodes.len(), nodes.whole.len()), (7, 5));
+        assert_eq!((nodes.len(), nodes.whole.len()), (11, 9));
         for (index, node) in all.iter().enumerate() {
             same(&nodes, index, node);
         }
         // Whole from the first change on that is not of size, place or time.
         nodes.set_data(1, run(77, 3));
         nodes.set_mtime(1, Timestamp { sec: 1, nsec: 2 });
-        assert_eq!(nodes.whole.len(), 5);
+        assert_eq!(nodes.whole.len(), 9);
         let mut changed = file(1, run(77, 3));
         changed.metadata.mtime = Timestamp { sec: 1, nsec: 2 };
         same(&nodes, 1, &changed);
@@ -328,10 +340,19 @@ mod tests {
         changed.metadata.uid = 5;
         nodes.set_data(4, run(1, 9));
         nodes.set_mtime(0, Timestamp { sec: 5, nsec: 5 });
-        assert_eq!(nodes.whole.len(), 6);
+        assert_eq!(nodes.whole.len(), 10);
         same(&nodes, 1, &changed);
         assert_eq!(nodes.get(4).kind, NodeKind::File(run(1, 9)));
         assert_eq!(nodes.get(0).metadata.mtime, Timestamp { sec: 5, nsec: 5 });
+        // What no longer fits the short form is kept whole, and all of it stays.
+        nodes.set_mtime(2, Timestamp { sec: -1, nsec: 3 });
+        let mut back = file(2, run(u32::MAX.into(), 0xffff_fffe));
+        back.metadata.mtime = Timestamp { sec: -1, nsec: 3 };
+        same(&nodes, 2, &back);
+        nodes.push(file(2, run(1, 1)));
+        nodes.set_data(11, run(1 << 40, 7));
+        same(&nodes, 11, &file(2, run(1 << 40, 7)));
+        assert_eq!(nodes.whole.len(), 12);
         // Data is for files alone.
         nodes.set_data(0, run(1, 1));
         assert!(nodes.is_dir(0));

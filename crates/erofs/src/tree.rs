@@ -2,7 +2,7 @@
 //!
 //! One arena: inodes ([`crate::node`]), directory entries and name bytes each lie in one vector,
 //! and one hash table over (parent, name) serves every look-up, so a million plain files cost about
-//! 60 bytes each and their names, however deep they lie, and no code recurses. Entries of a directory form a linked list
+//! 50 bytes each and their names, however deep they lie, and no code recurses. Entries of a directory form a linked list
 //! in insertion order; whatever walks them sorts by name bytes first, so nothing observable
 //! depends on the order of insertion.
 
@@ -156,16 +156,32 @@ impl NodeId {
     pub fn index(self) -> usize {
         self.0 as usize
     }
+
+    /// The inode of which [`NodeId::index`] is `index`. Of no use but with the tree that made it.
+    pub fn from_index(index: u32) -> Self {
+        Self(index)
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entry {
     parent: u32,
     pub(crate) node: u32,
+    /// Where its name lies, after a byte with its length.
     name: u32,
-    len: u8,
     prev: u32,
     next: u32,
+}
+const _: () = assert!(size_of::<Entry>() == 20);
+
+/// The name at a place.
+#[expect(
+    clippy::indexing_slicing,
+    reason = "places are made together with names, which are never dropped"
+)]
+fn name_at(names: &[u8], place: u32) -> &[u8] {
+    let start = place as usize + 1;
+    &names[start..start + usize::from(names[start - 1])]
 }
 
 /// A filesystem tree: a root directory and what is below it.
@@ -175,7 +191,9 @@ pub struct Tree {
     entries: Vec<Entry>,
     free_entries: Vec<u32>,
     names: Vec<u8>,
+    /// Entries by directory and name; empty while the tree rests.
     table: HashTable<u32>,
+    resting: bool,
     hasher: RandomState,
     live: usize,
 }
@@ -205,6 +223,7 @@ impl Tree {
             free_entries: Vec::new(),
             names: Vec::new(),
             table: HashTable::new(),
+            resting: false,
             hasher: RandomState::new(),
             live: 1,
         }
@@ -230,6 +249,31 @@ impl Tree {
     /// Whether there is nothing but the root.
     pub fn is_empty(&self) -> bool {
         self.live == 1
+    }
+
+    /// Gives back the memory that only changes and looking up names need. Both go on to work: a
+    /// change makes all of it anew, a look-up goes through its directory's entries.
+    pub fn rest(&mut self) {
+        self.table = HashTable::new();
+        self.resting = true;
+    }
+
+    fn wake(&mut self) {
+        if !std::mem::take(&mut self.resting) {
+            return;
+        }
+        let mut todo = vec![NodeId::ROOT];
+        while let Some(id) = todo.pop() {
+            let mut index = self.nodes.first(id.index());
+            while index != NIL {
+                self.put_in_table(index);
+                let entry = self.entries[index as usize];
+                if self.is_dir(NodeId(entry.node)) {
+                    todo.push(NodeId(entry.node));
+                }
+                index = entry.next;
+            }
+        }
     }
 
     /// The inode `id`.
@@ -471,11 +515,21 @@ impl Tree {
     }
 
     fn name_of(&self, entry: &Entry) -> &[u8] {
-        let start = entry.name as usize;
-        &self.names[start..start + usize::from(entry.len)]
+        name_at(&self.names, entry.name)
     }
 
     fn find(&self, parent: NodeId, name: &[u8]) -> Option<u32> {
+        if self.resting {
+            let mut index = self.nodes.first(parent.index());
+            while index != NIL {
+                let entry = &self.entries[index as usize];
+                if self.name_of(entry) == name {
+                    return Some(index);
+                }
+                index = entry.next;
+            }
+            return None;
+        }
         let hash = self.hasher.hash_one((parent.0, name));
         self.table
             .find(hash, |index| {
@@ -487,6 +541,7 @@ impl Tree {
 
     fn add_entry(&mut self, parent: NodeId, name: &[u8], node: NodeId) -> Result<()> {
         let len = check_name(name)?;
+        self.wake();
         if !self.is_dir(parent) {
             return Err(Error::NotADirectory {
                 name: name.to_vec(),
@@ -511,7 +566,6 @@ impl Tree {
             parent: parent.0,
             node: node.0,
             name: start,
-            len,
             prev: NIL,
             next: head,
         };
@@ -532,22 +586,27 @@ impl Tree {
                 index
             }
         };
+        self.names.push(len);
         self.names.extend_from_slice(name);
         if head != NIL {
             self.entries[head as usize].prev = index;
         }
         self.nodes.get_mut(parent.index()).first = index;
-        let hash = self.hasher.hash_one((parent.0, name));
-        let (entries, names, hasher) = (&self.entries, &self.names, &self.hasher);
-        self.table.insert_unique(hash, index, |index| {
-            let entry = &entries[*index as usize];
-            let start = entry.name as usize;
-            hasher.hash_one((entry.parent, &names[start..start + usize::from(entry.len)]))
-        });
+        self.put_in_table(index);
         Ok(())
     }
 
+    fn put_in_table(&mut self, index: u32) {
+        let (entries, names, hasher) = (&self.entries, &self.names, &self.hasher);
+        let hash = |index: &u32| {
+            let entry = &entries[*index as usize];
+            hasher.hash_one((entry.parent, name_at(names, entry.name)))
+        };
+        self.table.insert_unique(hash(&index), index, hash);
+    }
+
     fn drop_entry(&mut self, index: u32) {
+        self.wake();
         let entry = self.entries[index as usize];
         let hash = self.hasher.hash_one((entry.parent, self.name_of(&entry)));
         if let Ok(found) = self.table.find_entry(hash, |other| *other == index) {

@@ -66,6 +66,18 @@ pub enum LayerfsError {
         /// What is in the way.
         what: String,
     },
+    /// Peers cannot be asked or answered.
+    #[error("peers: {what}")]
+    Peers {
+        /// What is in the way, and what to do about it.
+        what: String,
+    },
+    /// A trace cannot begin or go on.
+    #[error("trace: {what}")]
+    Trace {
+        /// What is in the way.
+        what: String,
+    },
     /// Mounts are still in use.
     #[error("still in use: {what}; end the users first, or force it")]
     InUse {

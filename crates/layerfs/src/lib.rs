@@ -6,6 +6,7 @@
 //! * [`fuse`]: a small transport for a directory of read-only blobs.
 //! * [`cache`]: what the node holds of a layer's data.
 //! * [`fetch`]: what brings the rest, verified.
+//! * [`peers`]: other nodes' caches, asked before the store.
 //! * [`implicit`]: directories that a layer has but does not define.
 //! * [`whole`]: a stack as one FUSE filesystem, for where no node may mount.
 
@@ -15,16 +16,21 @@ pub mod fetch;
 mod files;
 pub mod fuse;
 pub mod implicit;
+mod learnt;
 mod node;
+pub mod peers;
 mod pool;
 mod record;
 mod sync;
+mod trace;
 pub mod whole;
 
 pub use error::{LayerfsError, Result};
+pub use learnt::LEARNT;
 pub use node::{
     CacheChecked, CacheStatus, CachedLayer, ErofsBacking, Evicted, LayerHandle, LayerStatus,
-    LeaseInfo, LeaseSpec, Node, NodeConfig, NodeMetrics, NodeStatus, PrefetchMode, PrefetchSpec,
-    Recorded, RecordingBegun, Stack, StoreOpener, Totals,
+    LearntProfile, LeaseInfo, LeaseSpec, Node, NodeConfig, NodeMetrics, NodeStatus, PrefetchMode,
+    PrefetchSpec, PublishedProfile, Recorded, RecordingBegun, Stack, StoreOpener, Totals,
 };
 pub use record::Touch;
+pub use trace::{TraceBatch, TraceEvent, TraceKind};

@@ -102,6 +102,12 @@ impl Pool {
         Ok(())
     }
 
+    /// Jobs that run or wait for a thread.
+    pub(crate) fn load(&self) -> usize {
+        let state = self.shared.state.lock();
+        (state.threads - state.idle).max(state.queue.len())
+    }
+
     /// Takes no more jobs and waits until every thread has ended or `limit` has passed.
     /// Queued jobs are dropped, which answers their requests with EIO.
     pub(crate) fn close(&self, limit: Duration) -> bool {

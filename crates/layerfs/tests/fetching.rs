@@ -181,6 +181,12 @@ fn fault_sweep_never_gives_a_wrong_byte() {
                     .collect();
                 readers.into_iter().map(|r| r.join().unwrap()).sum()
             });
+            // What came wrong is asked for again.
+            let mended = [Fault::Corrupt, Fault::Truncate].contains(&fault);
+            assert!(
+                failed == 0 || !mended,
+                "{fault:?} {nth}: {failed} reads failed"
+            );
             if store.fired() {
                 fired += 1;
                 if fault != Fault::Crash {

@@ -6,7 +6,10 @@
 
 use std::path::{Path, PathBuf};
 
-use layerpack_layerfs::{CacheChecked, LeaseInfo, LeaseSpec, NodeStatus, PrefetchSpec};
+use layerpack_layerfs::{
+    CacheChecked, LeaseInfo, LeaseSpec, NodeStatus, PrefetchSpec, PublishedProfile,
+};
+use layerpack_store::{Digest, LayerId};
 use serde::{Deserialize, Serialize};
 
 /// Version of the API, the `1` of `/v1/…`.
@@ -36,6 +39,17 @@ pub(crate) const CACHE_PINS: &str = "/v1/cache/pins";
 pub(crate) const CACHE_EVICT: &str = "/v1/cache/evict";
 /// `POST` [`CacheLayers`]: [`CacheVerified`].
 pub(crate) const CACHE_VERIFY: &str = "/v1/cache/verify";
+
+/// `GET`: a list of [`layerpack_layerfs::LearntProfile`]. `POST` [`PublishRequest`]: [`Published`].
+pub(crate) const PROFILES: &str = "/v1/profiles";
+
+/// `POST` [`TraceRequest`]: [`TraceBegun`].
+pub(crate) const TRACES: &str = "/v1/traces";
+
+/// The path of one trace. `GET`: [`layerpack_layerfs::TraceBatch`]. `DELETE`: [`TraceEnded`].
+pub(crate) fn trace_path(id: &str) -> String {
+    format!("{TRACES}/{id}")
+}
 
 /// `POST` [`RecordRequest`]: [`RecordBegun`].
 pub(crate) const RECORDINGS: &str = "/v1/recordings";
@@ -165,6 +179,46 @@ pub(crate) struct Recording {
     pub(crate) touches: Vec<(u32, u32, u32, u32)>,
     /// Extents that no longer fitted.
     pub(crate) left_out: u64,
+}
+
+/// Asks for the reads of a lease's layers as they happen.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct TraceRequest {
+    /// The lease.
+    pub(crate) lease: String,
+}
+
+/// A trace has begun.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct TraceBegun {
+    /// Its number.
+    pub(crate) trace: u64,
+    /// The layers, bottom first.
+    pub(crate) layers: Vec<LayerId>,
+}
+
+/// A trace has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct TraceEnded {
+    /// False when no such trace ran, which is no error.
+    pub(crate) ended: bool,
+}
+
+/// Asks for what the node has learnt to be stored.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct PublishRequest {
+    /// URL of the store, absolute.
+    pub(crate) store: String,
+    /// Identities of stacks; absent: all whose layers the store has.
+    #[serde(default)]
+    pub(crate) stacks: Option<Vec<Digest>>,
+}
+
+/// What was stored.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Published {
+    /// One entry per stack.
+    pub(crate) published: Vec<PublishedProfile>,
 }
 
 /// Has layers kept from eviction, or not.

@@ -5,6 +5,7 @@ mod cache;
 mod channels;
 mod flatten;
 mod fuse;
+mod node;
 mod pack_diff;
 mod prefetch;
 mod profile;
@@ -13,6 +14,7 @@ mod signing;
 mod snapshot;
 mod transfer;
 mod upkeep;
+mod watch;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -26,6 +28,7 @@ pub(crate) use self::fuse::FuseArgs;
 pub(crate) use self::pack_diff::PackDiffArgs;
 pub(crate) use upkeep::{GcArgs, PruneArgs, RepairArgs};
 
+pub(crate) use self::node::NodeArgs;
 pub(crate) use self::signing::{KeyArgs, KeyCommand, SignArgs, SignWithArgs};
 pub(crate) use self::snapshot::{
     CheckoutArgs, SnapshotArgs, SnapshotCommand, SnapshotDiffArgs, SnapshotExportArgs,
@@ -37,10 +40,12 @@ use crate::units::{Age, Bytes, Cpus};
 pub(crate) use channels::{TagArgs, UntagArgs};
 pub(crate) use prefetch::{PrefetchArg, PrefetchArgs};
 pub(crate) use profile::{
-    ProfileArgs, ProfileCommand, ProfileMergeArgs, ProfileRecordArgs, ProfileShowArgs, SeedArgs,
+    ProfileArgs, ProfileCommand, ProfileMergeArgs, ProfilePublishArgs, ProfileRecordArgs,
+    ProfileShowArgs, SeedArgs,
 };
 pub(crate) use query::{CatArgs, DiffArgs, DuArgs, FindArgs};
 pub(crate) use transfer::{CopyArgs, PullArgs, PushArgs, TransferArgs};
+pub(crate) use watch::{TopArgs, TraceArgs};
 
 /// Where node state lies when neither `--root` nor `LAYERPACK_ROOT` says so.
 pub(crate) const DEFAULT_ROOT: &str = "/var/lib/layerpack";
@@ -140,7 +145,7 @@ pub(crate) enum Command {
     Cat(CatArgs),
     /// Find entries of a layer or stack by path, type and size
     Find(FindArgs),
-    /// What environments read: record, ls, show, merge, rm
+    /// What environments read: record, ls, show, merge, rm, learned, publish
     Profile(ProfileArgs),
     /// Copy what profiles use of some layers to another store, within a number of bytes
     Seed(SeedArgs),
@@ -154,6 +159,10 @@ pub(crate) enum Command {
     Umount(UmountArgs),
     /// What this node holds of layers: ls, du, pin, unpin, evict, verify
     Cache(CacheArgs),
+    /// Show live mounts and their rates
+    Top(TopArgs),
+    /// Show which files of a mount are read, and what is fetched for them
+    Trace(TraceArgs),
     /// Run, stop or ask the node daemon
     Daemon(DaemonArgs),
     /// Check what this node can do, and say what to change
@@ -331,6 +340,8 @@ pub(crate) enum DaemonCommand {
         /// LAYERPACK_METRICS_LISTEN, else metrics_listen in the configuration, else none]
         #[arg(long, value_name = "ADDRESS")]
         metrics_listen: Option<std::net::SocketAddr>,
+        #[command(flatten)]
+        node: Box<NodeArgs>,
         /// Configuration file [default: LAYERPACK_CONFIG, else /etc/layerpack/config.toml]
         #[arg(long, value_name = "FILE")]
         config: Option<PathBuf>,

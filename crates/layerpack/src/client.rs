@@ -16,7 +16,7 @@ use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Bytes;
 use hyper::{Method, Request, StatusCode};
 use hyper_util::rt::TokioIo;
-use layerpack_layerfs::{CacheStatus, Evicted};
+use layerpack_layerfs::{CacheStatus, Evicted, LearntProfile, TraceBatch};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
@@ -131,6 +131,42 @@ impl Client {
     /// Ends a recording.
     pub(crate) fn record_end(&self, id: &str) -> Result<api::Recording, ClientError> {
         self.call::<(), _>(Method::DELETE, &api::recording_path(id), None, PATIENT)
+    }
+
+    /// What the node has learnt.
+    pub(crate) fn learnt(&self) -> Result<Vec<LearntProfile>, ClientError> {
+        self.call::<(), _>(Method::GET, api::PROFILES, None, QUICK)
+    }
+
+    /// Has what the node has learnt stored.
+    pub(crate) fn publish(
+        &self,
+        request: &api::PublishRequest,
+    ) -> Result<api::Published, ClientError> {
+        self.call(Method::POST, api::PROFILES, Some(request), PATIENT)
+    }
+
+    /// Begins to watch reads.
+    pub(crate) fn trace_begin(
+        &self,
+        request: &api::TraceRequest,
+    ) -> Result<api::TraceBegun, ClientError> {
+        self.call(Method::POST, api::TRACES, Some(request), QUICK)
+    }
+
+    /// Reads since the last call; waits for some for a moment.
+    pub(crate) fn trace_next(&self, id: u64) -> Result<TraceBatch, ClientError> {
+        self.call::<(), _>(Method::GET, &api::trace_path(&id.to_string()), None, QUICK)
+    }
+
+    /// Ends it.
+    pub(crate) fn trace_end(&self, id: u64) -> Result<api::TraceEnded, ClientError> {
+        self.call::<(), _>(
+            Method::DELETE,
+            &api::trace_path(&id.to_string()),
+            None,
+            QUICK,
+        )
     }
 
     /// Has the daemon let a sandbox go on if process `pid` ends while it keeps that frozen.

@@ -28,6 +28,8 @@ mod sandbox;
 mod seed;
 mod snapshot;
 mod split;
+mod top;
+mod trace;
 mod transfer;
 mod umount;
 mod verify;
@@ -105,6 +107,8 @@ fn dispatch(context: &Context, mut command: Command) -> Outcome {
         Command::Mount(args) => mount::run(context, args),
         Command::Umount(args) => umount::run(context, &args),
         Command::Cache(args) => cache::run(context, args),
+        Command::Top(args) => top::run(context, &args),
+        Command::Trace(args) => trace::run(context, &args),
         Command::Daemon(args) => daemon::run(context, args),
         Command::Merge(args) => merge::run(context, args),
         Command::Export(args) => export::run(context, args),

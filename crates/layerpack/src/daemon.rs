@@ -47,6 +47,7 @@ pub(crate) fn run(root: &Path, policy: PathBuf, settings: &Settings) -> anyhow::
     config.fetch.cache_max = settings.cache_max;
     config.fill_bytes_per_second = settings.fill_rate;
     config.erofs = settings.erofs;
+    settings.node.apply(&mut config);
     let node = layerpack_layerfs::Node::start(config)?;
     prune::at_start(&node, root);
     guards::at_start(root);
@@ -135,6 +136,13 @@ fn router(server: Arc<Server>) -> Router {
         .route(&api::stack_path("{lease}"), delete(handlers::release))
         .route(api::RECORDINGS, post(handlers::record_begin))
         .route(&api::recording_path("{id}"), delete(handlers::record_end))
+        .route(api::TRACES, post(handlers::traces::begin))
+        .route(
+            &api::trace_path("{id}"),
+            get(handlers::traces::next).delete(handlers::traces::end),
+        )
+        .route(api::PROFILES, get(handlers::profiles::list))
+        .route(api::PROFILES, post(handlers::profiles::publish))
         .route(api::GUARDS, post(handlers::guard))
         .route(api::CHANNELS, post(handlers::channel))
         .route(api::CACHE, get(handlers::cache::status))

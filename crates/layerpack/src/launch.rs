@@ -73,7 +73,7 @@ impl SandboxLease {
         let store = context.store()?;
         let layers = stack::resolve(&store, references)?;
         let mounted = depth::bounded(&store, &layers);
-        let prefetch = prefetch.spec(&store)?;
+        let prefetch = prefetch.spec(context, &store, &layers)?;
         drop(store);
         // A process that forks a sandbox has one thread: a remote store's end here. The daemon
         // asks it for everything else.

@@ -5,6 +5,9 @@ use tracing_subscriber::EnvFilter;
 /// Variable that overrides the level, in the syntax of `tracing_subscriber::EnvFilter`.
 const VARIABLE: &str = "LAYERPACK_LOG";
 
+/// Variable that has logs written as JSON, an object a line: `json`.
+const FORMAT: &str = "LAYERPACK_LOG_FORMAT";
+
 /// Starts logging for a command (`daemon` false) or the daemon.
 pub(crate) fn start(verbose: u8, quiet: bool, daemon: bool) {
     let level = match (verbose, daemon) {
@@ -29,7 +32,10 @@ pub(crate) fn start(verbose: u8, quiet: bool, daemon: bool) {
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr);
-    let started = if daemon {
+    let json = std::env::var(FORMAT).is_ok_and(|format| format == "json");
+    let started = if json {
+        builder.json().try_init()
+    } else if daemon {
         builder.with_ansi(false).try_init()
     } else {
         builder.without_time().with_ansi(false).try_init()

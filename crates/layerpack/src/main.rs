@@ -31,6 +31,7 @@ mod launch;
 mod logging;
 mod mounts;
 mod output;
+mod paths;
 mod policy;
 mod progress;
 mod published;

@@ -38,6 +38,8 @@ pub(crate) struct Published {
 struct Written {
     /// Bytes of file contents that were read and chunked.
     raw_bytes: u64,
+    /// Those of them that the store did not have.
+    new_raw_bytes: u64,
     /// Bytes that were written, compressed.
     new_bytes: u64,
     new_chunks: u64,
@@ -85,6 +87,7 @@ impl Published {
             meta_bytes,
             store: Written {
                 raw_bytes: stats.raw_bytes,
+                new_raw_bytes: stats.new_raw_bytes,
                 new_bytes: stats.new_bytes,
                 new_chunks: stats.new_chunks,
                 reused_chunks: stats.reused_chunks,

@@ -4,6 +4,8 @@
 //! is there. A file that is there and cannot be understood is an error: a limit must not vanish by a
 //! typing error.
 
+pub(crate) mod node;
+
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -12,7 +14,9 @@ use anyhow::{Context as _, bail};
 use layerpack_layerfs::ErofsBacking;
 use serde::Deserialize;
 
+use crate::args::NodeArgs;
 use crate::units::Bytes;
+use node::{NodeSettings, NodeTable};
 
 /// The file that is read when none is named.
 const DEFAULT_FILE: &str = "/etc/layerpack/config.toml";
@@ -67,6 +71,8 @@ pub(crate) struct Given {
     pub(crate) fill_rate: Option<Limit>,
     /// Where metrics are served besides the socket.
     pub(crate) metrics_listen: Option<SocketAddr>,
+    /// Of the node itself.
+    pub(crate) node: NodeArgs,
 }
 
 /// What is in force.
@@ -80,6 +86,8 @@ pub(crate) struct Settings {
     pub(crate) metrics_listen: Option<SocketAddr>,
     /// How layers are mounted.
     pub(crate) erofs: ErofsBacking,
+    /// Of the node itself.
+    pub(crate) node: NodeSettings,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -96,6 +104,8 @@ struct DaemonTable {
     fill_rate: Option<String>,
     metrics_listen: Option<String>,
     erofs: Option<String>,
+    #[serde(flatten)]
+    node: NodeTable,
 }
 
 /// One setting: the option, else the variable, else the file's word.
@@ -179,6 +189,7 @@ impl Settings {
         )?;
         Ok(Self {
             erofs: erofs.unwrap_or_default(),
+            node: NodeSettings::from_parts(&given.node, &variable, daemon.node)?,
             fill_rate: fill_rate.unwrap_or(FILL_RATE).0,
             metrics_listen: metrics_listen.map(|address| address.0),
             cache_max: cache_max.and_then(|limit| limit.0),

@@ -130,6 +130,15 @@ fn options_reach_the_layer() {
     fails(1, &["--max-depth", "1"], "--max-depth");
     fails(1, &["--annotation", "x"], "annotation");
     fails(1, &["--strict"], "--split");
+    fails(1, &["--plain-http"], "registry:");
+    let sparse = fs_err::OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .open(node.scratch.join("source/sparse"))
+        .unwrap();
+    sparse.set_len(1 << 40).unwrap();
+    fails(1, &["--max-bytes", "1g"], "holes included");
+    fs_err::remove_file(node.scratch.join("source/sparse")).unwrap();
     fails(1, &["--uid-map", "0:4000000000:1"], "id map");
     for wrong in [
         &["--uid-map", "0:1"][..],
@@ -146,18 +155,20 @@ fn options_reach_the_layer() {
     }
     // The environment's epoch, as the reproducible builds convention has it.
     let epoch = |seconds: &str| {
+        let version = format!("1{seconds}");
         let mut command = node.command();
         let output = command
             .env("SOURCE_DATE_EPOCH", seconds)
             .args(["-o", "json", "build", "--kind", "base", "--name", "e"]);
         let output = output
-            .args(["--version", seconds, "--from", &from])
+            .args(["--version", &version, "--from", &from])
             .output()
             .unwrap();
         assert!(output.status.success(), "{}", describe(&output));
         serde_json::from_slice::<Value>(&output.stdout).unwrap()["layer_id"].clone()
     };
     assert_ne!(epoch("5"), epoch("6"));
+    assert_ne!(epoch(""), epoch("5"), "an empty one is none");
 }
 
 #[test]

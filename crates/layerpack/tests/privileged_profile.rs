@@ -248,3 +248,74 @@ fn privileged_a_recorded_profile_is_fetched_ahead() {
     ];
     assert!(node.fails(1, wrong).contains("--prefetch"));
 }
+
+#[test]
+fn privileged_nodes_learn_by_themselves_and_share_it() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = layers("profile-learnt");
+    let dir = node.scratch.mkdir("mnt").unwrap().display().to_string();
+    node.ok(["mount", STACK[0], STACK[1], &dir]);
+    let read = fs_err::read(format!("{dir}/srv/used")).unwrap();
+    assert!(read == fs_err::read(node.scratch.join("work/srv/used")).unwrap());
+    assert_eq!(
+        node.json(["profile", "learned"]).as_array().unwrap().len(),
+        0,
+        "it still learns"
+    );
+    node.ok(["umount", &dir]);
+    let learnt = node.json(["profile", "learned"]);
+    assert_eq!(learnt.as_array().unwrap().len(), 1, "{learnt}");
+    assert_eq!(learnt[0]["recordings"], 1);
+    assert!(learnt[0]["bytes"].as_u64().unwrap() >= 3 << 20, "{learnt}");
+    assert!(node.ok(["profile", "learned"]).contains("workspace/w:1"));
+    let error = node.fails(1, ["profile", "publish", STACK[0]]);
+    assert!(error.contains("has learnt nothing"), "{error}");
+    let published = node.json(["profile", "publish"]);
+    let digest = published[0]["profile"].as_str().unwrap().to_owned();
+    assert_eq!(published[0]["top"], "workspace/w:1");
+    let again = node.json(["profile", "publish", STACK[0], STACK[1]]);
+    assert!(again[0]["profile"].is_null(), "{again}");
+    assert_eq!(node.json(["profile", "ls"])[0]["digest"], digest.as_str());
+    // It is the layer's, for those who check, collect and copy.
+    node.ok(["verify", "--all"]);
+    node.ok(["gc", "--grace", "0s"]);
+    let copy = node.scratch.join("copy").display().to_string();
+    node.ok(["push", STACK[0], STACK[1], "--to", &copy]);
+    let copied = node.json(["--store", &copy, "profile", "ls"]);
+    assert_eq!(copied[0]["digest"], digest.as_str(), "{copied}");
+
+    // Another node that has never seen the stack.
+    let other = Node::new("profile-learnt-other");
+    let there = other.scratch.mkdir("mnt").unwrap().display().to_string();
+    other.ok(["--store", &copy, "mount", STACK[0], STACK[1], &there]);
+    let ahead = || metric(&metrics(&other), "layerpack_prefetched_bytes_total");
+    assert!(
+        support::wait_until(|| ahead() >= 3 << 20),
+        "{}",
+        other.log()
+    );
+    other.ok(["umount", &there]);
+    other.ok(["daemon", "stop"]);
+
+    // A profile of another version of a layer is said to be that.
+    fs_err::write(node.scratch.join("work/srv/used"), b"another version").unwrap();
+    node.build("workspace/w:2", &node.scratch.join("work"), &[]);
+    let line = [
+        "mount",
+        "--profile",
+        &digest,
+        STACK[0],
+        "workspace/w:2",
+        &dir,
+    ];
+    let output = node.run(line);
+    assert!(output.status.success(), "{}", describe(&output));
+    let warned = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        warned.contains("workspace/w:1 as it is not in this stack"),
+        "{warned}"
+    );
+    node.ok(["umount", &dir]);
+}

@@ -174,6 +174,27 @@ fn privileged_mounts_over_the_web_and_from_a_mirror() {
     let node = node("web", &server);
     let source = source(&node);
     node.build("base/tree:1", &source, &[]);
+    // A profile, made on another node so that this one has nothing.
+    let mut recorder = Node::new("web-recorder");
+    recorder.environment = node.environment.clone();
+    let at = recorder.scratch.mkdir("mnt").unwrap();
+    recorder.ok(["mount", "base/tree:1", text(&at)]);
+    let guard = MountGuard::new(&at);
+    recorder.ok(["profile", "record", "--start", text(&at)]);
+    fs_err::read(at.join("var/data/big")).unwrap();
+    recorder.ok([
+        "profile",
+        "record",
+        "--stop",
+        text(&at),
+        "--store-as",
+        "big",
+    ]);
+    let profiles = recorder.json(["profile", "ls"]);
+    let profile = profiles[0]["digest"].as_str().unwrap();
+    recorder.ok(["umount", text(&at)]);
+    drop(guard);
+    recorder.ok(["daemon", "stop"]);
     let web = Nginx::start(&server.root_dir()).unwrap();
     let web = format!("{}/{BUCKET}/team/layers", web.url());
     let tree = treecmp::snapshot(&source, &Options::default()).unwrap();
@@ -188,8 +209,31 @@ fn privileged_mounts_over_the_web_and_from_a_mirror() {
         let point = node.scratch.mkdir(format!("mnt{i}")).unwrap();
         let error = node.fails(1, ["--store", &store, "ls"]);
         assert!(error.starts_with("error: "), "{error}");
-        node.ok(["--store", &store, "mount", "base/tree:1", text(&point)]);
+        // Nothing can be listed there: a profile is found by its whole digest.
+        let by_name = [
+            "--store",
+            &store,
+            "mount",
+            "--profile",
+            "big",
+            "base/tree:1",
+        ];
+        node.fails(1, by_name.into_iter().chain([text(&point)]));
+        let mount = [
+            "--store",
+            &store,
+            "mount",
+            "--profile",
+            profile,
+            "base/tree:1",
+        ];
+        node.ok(mount.into_iter().chain([text(&point)]));
         let guard = MountGuard::new(&point);
+        let ahead = || {
+            let status = node.json(["daemon", "status"]);
+            status["node"]["layers"][0]["prefetched_bytes"].as_u64()
+        };
+        assert!(support::wait_until(|| ahead() >= Some(12 << 20)));
         let seen = treecmp::snapshot(&point, &Options::default()).unwrap();
         treecmp::assert_same(&tree, &seen);
         node.ok(["umount", text(&point)]);

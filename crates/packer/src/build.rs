@@ -38,7 +38,7 @@ pub fn build(
         mut writer,
         warnings,
         git,
-    } = fill(store, options, progress)?;
+    } = fill(store, options, progress, false)?;
     progress.phase("publish");
     let mut indexes = Vec::new();
     let refreshed = git.map_or(Ok(Vec::new()), |mut git| {
@@ -46,6 +46,8 @@ pub fn build(
     });
     let made = refreshed.and_then(|refreshed| {
         indexes = refreshed;
+        // The last pack is written while the layer is laid out.
+        writer.close()?;
         let mut finished = layout::finish(layer, options.reference.clone(), options.level)?;
         let draft = &mut finished.draft;
         draft.platform.clone_from(&options.platform);
@@ -70,8 +72,8 @@ pub fn build(
 /// `split`. `options.reference` names nothing but must be of kind base.
 ///
 /// # Errors
-/// As [`build`]. All parts are laid out before the first is published; those that were published
-/// before one failed stay, and are right by themselves.
+/// As [`build`]. All parts are in the store before the first reference is created, see
+/// [`layerpack_store::publish_all`].
 pub fn build_split(
     store: &LayerStore,
     options: &BuildOptions,
@@ -80,7 +82,7 @@ pub fn build_split(
 ) -> Result<SplitReport> {
     let clock = crate::cpu::Clock::start();
     split::check(options.reference.kind)?;
-    let filled = fill(store, options, progress)?;
+    let filled = fill(store, options, progress, true)?;
     let said = Said {
         platform: &options.platform,
         labels: &options.labels,
@@ -88,7 +90,7 @@ pub fn build_split(
         level: options.level,
         clock: &clock,
     };
-    split::publish(store, split, filled, &said, progress)
+    split::publish(split, filled, &said, progress)
 }
 
 /// A layer that is ready to be laid out, and what its source left to be done.
@@ -103,8 +105,13 @@ pub(crate) struct Filled {
     pub git: Option<Git>,
 }
 
-/// Reads the source.
-fn fill(store: &LayerStore, options: &BuildOptions, progress: &dyn Progress) -> Result<Filled> {
+/// Reads the source. `split`: it is to be divided.
+fn fill(
+    store: &LayerStore,
+    options: &BuildOptions,
+    progress: &dyn Progress,
+    split: bool,
+) -> Result<Filled> {
     let mut git = options.git_index.then(Git::default);
     let filter = Filter::new(&options.excludes, &options.xattrs, &options.limits)?
         .with(&options.includes, &options.owners)?;
@@ -116,6 +123,10 @@ fn fill(store: &LayerStore, options: &BuildOptions, progress: &dyn Progress) -> 
         Some(below) => (Layer::above(below), None),
         None => (Layer::new(options.reference.kind == Kind::Base), None),
     };
+    // Of those, contents are asked for before they are laid out.
+    if !options.difference && !options.git_index && !split {
+        layer.spool_contents(options.cache.as_deref());
+    }
     let start = start_directory(&mut layer, options)?;
     let read = read(
         store,
@@ -127,6 +138,7 @@ fn fill(store: &LayerStore, options: &BuildOptions, progress: &dyn Progress) -> 
         progress,
     );
     let settled = read.and_then(|writer| {
+        filter.warn_of_nothing(&mut layer, start);
         layer.settle()?;
         warnings.absorb(std::mem::take(&mut layer.warnings));
         if let Some(epoch) = options.source_date_epoch {
@@ -221,6 +233,7 @@ fn read(
         jobs: options.jobs,
         verified_cache: options.cache.clone(),
         verify_all: options.fresh,
+        scratch: options.cache.clone(),
         ..WriterOptions::default()
     })?;
     match &options.source {
@@ -231,6 +244,7 @@ fn read(
                 owners: &filter.owners,
             };
             let mut source = DirSource::open(path, &view, filter, options.limits, progress)?;
+            source.spilling(options.cache.as_deref());
             source.cached(cache_place(options, path), options.fresh);
             source.scan(layer, start, defines_root)?;
             progress.phase("read");
@@ -252,6 +266,7 @@ fn read(
                 git,
                 kept_back: Vec::new(),
                 kept_bytes: 0,
+                apparent: 0,
                 lazy: input.lazy,
             };
             let (input, ending) = input.split();

@@ -1,7 +1,7 @@
 //! The crate's errors: each names the file or archive, what is wrong with it, and the remedy.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use layerpack_store::StoreError;
 
@@ -29,6 +29,14 @@ pub enum PackError {
         path: PathBuf,
         /// Why, and what to do.
         why: &'static str,
+    },
+    /// The source itself cannot be opened.
+    #[error("cannot open the source {path}; check that it exists and may be read")]
+    Source {
+        /// The source's path.
+        path: String,
+        /// The system's error.
+        source: io::Error,
     },
     /// The system refused to read something.
     #[error("cannot {action} {path}; check that it exists and may be read, or exclude it")]
@@ -192,6 +200,13 @@ impl PackError {
         }
     }
 
+    pub(crate) fn source(path: &Path, source: impl Into<io::Error>) -> Self {
+        Self::Source {
+            path: path.display().to_string(),
+            source: source.into(),
+        }
+    }
+
     pub(crate) fn unsupported(path: &[u8], why: impl Into<String>) -> Self {
         Self::Unsupported {
             path: crate::show(path),
@@ -211,6 +226,7 @@ pub(crate) fn not_there(path: &[u8], why: impl Into<String>) -> PackError {
 /// How a limit is raised.
 fn remedy(limit: &str) -> String {
     match limit {
+        "max_apparent" => "; if that is right, raise it with --max-bytes".to_owned(),
         "max_xattr_value" => "; if that is right, raise it with --max-xattr".to_owned(),
         "max_entries" | "max_bytes" | "max_ratio" | "max_path" | "max_depth" => format!(
             "; if that is right, raise it with --{}",

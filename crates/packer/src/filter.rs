@@ -1,7 +1,10 @@
 //! What callers want left out: paths by pattern, attributes by name.
 
+use layerpack_erofs::NodeId;
+
 use crate::error::{PackError, Result};
 use crate::glob::Globs;
+use crate::model::Layer;
 use crate::options::Limits;
 use crate::owner::{Owners, Ownership};
 use crate::path::components;
@@ -36,9 +39,24 @@ impl Filter {
         Ok(self)
     }
 
+    /// Whether paths decide anything.
+    pub(crate) fn asks(&self) -> bool {
+        self.selects() || !self.globs.is_empty()
+    }
+
     /// Whether only some of the source is wanted.
     pub(crate) fn selects(&self) -> bool {
         !self.includes.is_empty()
+    }
+
+    /// Warns if only some of the source is wanted and there is none of it.
+    pub(crate) fn warn_of_nothing(&self, layer: &mut Layer, start: NodeId) {
+        if self.selects() && layer.tree.is_childless(start) && !layer.has_marks() {
+            layer.warnings.add(
+                "nothing in the source is what --include asks for: the layer is empty; patterns are paths from the source's root"
+                    .to_owned(),
+            );
+        }
     }
 
     /// Whether the path, or a directory on the way to it, is wanted.

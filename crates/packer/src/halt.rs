@@ -13,6 +13,11 @@ pub trait Halt: Sync {
     /// runs. Nothing by default.
     fn prepare(&self) {}
 
+    /// Whether anything waits while it is halted, so that it should be halted for as short as can be.
+    fn waits(&self) -> bool {
+        true
+    }
+
     /// Stops everything that writes to the upper. What is written afterwards changes a file's change
     /// time: what was written through memory maps must have been written back for that.
     ///
@@ -32,6 +37,10 @@ pub trait Halt: Sync {
 pub struct AtRest;
 
 impl Halt for AtRest {
+    fn waits(&self) -> bool {
+        false
+    }
+
     fn halt(&self) -> Result<(), HaltError> {
         Ok(())
     }

@@ -43,7 +43,10 @@ pub(crate) struct Finished {
 fn place_files(layer: &mut Layer) -> Result<(Addresses, EntryCounts)> {
     let (files, counts) = survey(layer);
     layer.mark_whiteouts();
-    let mut addresses = Addresses::default();
+    let mut addresses = Addresses {
+        whole: HashTable::with_capacity(layer.contents().most_whole()),
+        ..Addresses::default()
+    };
     for small in [true, false] {
         for id in &files {
             let size = layer.size(*id);
@@ -55,6 +58,7 @@ fn place_files(layer: &mut Layer) -> Result<(Addresses, EntryCounts)> {
             }
         }
     }
+    layer.contents().check()?;
     Ok((addresses, counts))
 }
 
@@ -74,6 +78,7 @@ pub(crate) struct Standalone {
 pub(crate) fn standalone(mut layer: Layer) -> Result<Standalone> {
     let (addresses, counts) = place_files(&mut layer)?;
     let extents: Vec<Extent> = addresses.extents(layer.contents()).collect();
+    layer.contents().check()?;
     let mut options = WriteOptions {
         data_blocks: addresses.next,
         data_follows: true,
@@ -117,7 +122,7 @@ pub(crate) fn finish(mut layer: Layer, reference: Reference, level: i32) -> Resu
         addresses,
         implicit,
         counts,
-    } = arrange(&mut layer, &mut meta)?;
+    } = arrange(&mut layer, &mut meta, true)?;
     // The extents are made when the tree is gone: both are large.
     let contents = layer.into_contents();
     let map = addresses.map(contents, &implicit)?;
@@ -150,7 +155,7 @@ pub(crate) fn finish(mut layer: Layer, reference: Reference, level: i32) -> Resu
 /// changes, and neither their sizes nor their holes do.
 pub(crate) fn image(layer: &mut Layer) -> Result<Vec<u8>> {
     let mut meta = Vec::new();
-    arrange(layer, &mut meta)?;
+    arrange(layer, &mut meta, false)?;
     Ok(meta)
 }
 
@@ -165,10 +170,14 @@ struct Arranged {
     counts: EntryCounts,
 }
 
-/// Gives all contents their addresses and writes the metadata image.
-fn arrange(layer: &mut Layer, meta: &mut dyn io::Write) -> Result<Arranged> {
+/// Gives all contents their addresses and writes the metadata image. `last`: the layer is of no use
+/// afterwards but for [`Addresses::map`].
+fn arrange(layer: &mut Layer, meta: &mut dyn io::Write, last: bool) -> Result<Arranged> {
     let (mut addresses, counts) = place_files(layer)?;
     addresses.forget();
+    if last {
+        layer.rest();
+    }
     let mut implicit = layer.implicit_paths();
     implicit.sort_unstable();
     let map = map_blob(
@@ -177,6 +186,7 @@ fn arrange(layer: &mut Layer, meta: &mut dyn io::Write) -> Result<Arranged> {
         || addresses.extents(layer.contents()),
         &implicit,
     );
+    layer.contents().check()?;
     let options = WriteOptions {
         data_blocks: addresses.next,
         device_tag: device_tag(&map.digest),
@@ -354,6 +364,7 @@ impl Addresses {
     fn map(self, contents: Contents, implicit: &[Vec<u8>]) -> Result<LayerMap> {
         let mut extents = Vec::with_capacity(self.count());
         extents.extend(self.extents(&contents));
+        contents.check()?;
         drop(contents);
         let mut map = MapBuilder::with_extents(self.next * BLOCK_SIZE, extents);
         for path in implicit {

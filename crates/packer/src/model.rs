@@ -6,6 +6,7 @@
 //! image specification, "Whiteouts"), so they are collected and turned into nodes at the end.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::path::Path;
 
 use layerpack_erofs::{Metadata, NodeId, NodeKind, Rdev, Timestamp, Tree};
 
@@ -94,6 +95,20 @@ impl Layer {
             kept: HashSet::new(),
             warnings: Warnings::default(),
         }
+    }
+
+    /// Keeps digests of many files in a file of the directory `scratch`. To be called before there are
+    /// any; of use where [`Layer::content`] is not asked for, which does not tell that the file
+    /// could not be read: laying out does.
+    pub(crate) fn spool_contents(&mut self, scratch: Option<&Path>) {
+        self.contents = Contents::spooled(scratch);
+    }
+
+    /// Gives back memory that nothing but changes and look-ups needs, when the contents of all files
+    /// have their addresses.
+    pub(crate) fn rest(&mut self) {
+        self.tree.rest();
+        self.contents.forget_files();
     }
 
     /// Finds where the entry at `path` goes: resolves symbolic links of this layer on the way to
@@ -266,6 +281,11 @@ impl Layer {
     /// Nothing of the layers below shows in `directory`.
     pub(crate) fn add_opaque(&mut self, directory: NodeId) {
         self.opaque.insert(directory);
+    }
+
+    /// Whether anything of the layers below is taken away.
+    pub(crate) fn has_marks(&self) -> bool {
+        !self.whiteouts.is_empty() || !self.opaque.is_empty()
     }
 
     /// Adds directories one in the other, all implicit; the last one's id.

@@ -52,6 +52,9 @@ pub struct Limits {
     pub max_entries: u64,
     /// Most bytes read: file contents, or the uncompressed archive. Holes are not read.
     pub max_bytes: u64,
+    /// Most bytes of all files together, holes included: what who reads them without knowing of
+    /// holes gets. Of an image, of each layer.
+    pub max_apparent: u64,
     /// Most uncompressed bytes for each stored one of a compressed archive. Counts from 1 GiB of
     /// uncompressed bytes on.
     pub max_ratio: u64,
@@ -71,6 +74,7 @@ impl Default for Limits {
         Self {
             max_entries: 20_000_000,
             max_bytes: 1 << 42,
+            max_apparent: u64::MAX,
             // zstd makes 32,768 of one where all is zeros; no other files come near.
             max_ratio: 50_000,
             max_path: 256 << 10,

@@ -6,6 +6,7 @@
 //! on: so the layer is what the upper was at one moment, whatever the sandbox does.
 
 use std::path::Path;
+use std::thread;
 use std::time::Duration;
 
 use layerpack_erofs::NodeId;
@@ -20,7 +21,7 @@ use crate::halt::{AtRest, Halt, Halted};
 use crate::layout;
 use crate::merge;
 use crate::model::Layer;
-use crate::options::{PackDiffOptions, PackDiffReport, Progress};
+use crate::options::{PackDiffOptions, PackDiffReport, Progress, Silent};
 use crate::owner::{Owners, Ownership};
 use crate::scrub::{Scrub, ScrubReport};
 use crate::upper::Upper;
@@ -84,14 +85,27 @@ pub fn snapshot(
         scrub: scrub.as_ref(),
     };
     // Before anything is halted: a store that is away is so without a sandbox that waits for it.
-    let mut writer = match options.dry_run {
-        true => None,
-        false => Some(store.writer(WriterOptions {
-            level: options.level,
-            jobs: options.jobs,
-            ..WriterOptions::default()
-        })?),
-    };
+    let mut writer = thread::scope(|scope| {
+        if halt.waits() {
+            // What will be read while it is halted is in memory then. What fails here is told there.
+            let _ = thread::Builder::new()
+                .name("warm".to_owned())
+                .spawn_scoped(scope, || {
+                    let source =
+                        DirSource::open(&options.upper, &view, &filter, options.limits, &Silent);
+                    source.and_then(|source| source.gather()).is_ok()
+                });
+        }
+        (!options.dry_run)
+            .then(|| {
+                store.writer(WriterOptions {
+                    level: options.level,
+                    jobs: options.jobs,
+                    ..WriterOptions::default()
+                })
+            })
+            .transpose()
+    })?;
     let mut taking = Taking {
         options,
         filter: &filter,
@@ -305,10 +319,10 @@ impl Taking<'_> {
             scrub.restart();
         }
         let mut layer = Layer::new(false);
-        let halted = Halted::begin(self.halt)?;
         if round == 1 {
             self.progress.phase("scan");
         }
+        let tells = round == 1 && tells_changes(&options.upper);
         let mut source = DirSource::open(
             &options.upper,
             self.view,
@@ -316,11 +330,20 @@ impl Taking<'_> {
             options.limits,
             self.progress,
         )?;
-        source.scan(&mut layer, NodeId::ROOT, true)?;
-        let live = round == 1 && tells_changes(&options.upper) && clock_goes_on(&source);
-        let mut halted = Some(halted);
-        if live {
+        let mut halted = Some(Halted::begin(self.halt)?);
+        let gathered = source.gather()?;
+        let latest = match &gathered {
+            Some(gathered) => gathered.latest_change(),
+            None => {
+                source.scan(&mut layer, NodeId::ROOT, true)?;
+                source.latest_change()
+            }
+        };
+        if tells && clock_goes_on(latest) {
             self.let_go(&mut halted)?;
+        }
+        if let Some(gathered) = gathered {
+            source.take_in(gathered, &mut layer, NodeId::ROOT, true)?;
         }
         if round == 1 {
             self.progress.phase("read");
@@ -366,10 +389,10 @@ fn tells_changes(upper: &Path) -> bool {
     rustix::fs::statfs(upper).is_ok_and(|stat| [EXT4, XFS, BTRFS, F2FS].contains(&stat.f_type))
 }
 
-/// Waits until the clock that change times are taken from is past those of all files, so that a
-/// later change leaves another one. `false`: it does not get there, as after it was set back.
-fn clock_goes_on(source: &DirSource<'_>) -> bool {
-    let Some((sec, nsec)) = source.latest_change() else {
+/// Waits until the clock that change times are taken from is past the latest of all files, so that
+/// a later change leaves another one. `false`: it does not get there, as after it was set back.
+fn clock_goes_on(latest: Option<(i64, u64)>) -> bool {
+    let Some((sec, nsec)) = latest else {
         return true;
     };
     for _ in 0..TICK_WAIT {
@@ -378,7 +401,7 @@ fn clock_goes_on(source: &DirSource<'_>) -> bool {
         if passed {
             return true;
         }
-        std::thread::sleep(Duration::from_millis(1));
+        thread::sleep(Duration::from_millis(1));
     }
     false
 }

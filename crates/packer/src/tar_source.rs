@@ -45,6 +45,8 @@ pub(crate) struct TarSource<'a> {
     pub kept_back: Vec<(NodeId, Vec<u8>, Vec<u8>)>,
     /// Their bytes.
     pub kept_bytes: usize,
+    /// Bytes of all files so far, holes included.
+    pub apparent: u64,
     /// Whether the archive is one for lazy readers, whose own entries are no files.
     pub lazy: bool,
 }
@@ -278,6 +280,15 @@ impl TarSource<'_> {
         pieces: Option<&[Piece]>,
         reader: &mut Reader<R>,
     ) -> Result<()> {
+        self.apparent = self.apparent.saturating_add(size);
+        if self.apparent > self.limits.max_apparent {
+            return Err(PackError::Limit {
+                object: "the archive".to_owned(),
+                name: "max_apparent",
+                limit: self.limits.max_apparent,
+                unit: "bytes, holes included",
+            });
+        }
         if size <= SMALL && pieces.is_none() {
             let mut bytes = Vec::with_capacity(usize::try_from(size).unwrap_or_default());
             reader

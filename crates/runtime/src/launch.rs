@@ -4,8 +4,10 @@ use std::ffi::CString;
 use std::io::{Read as _, Write as _};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
+use std::sync::OnceLock;
 
 use layerpack_sys::SysError;
+use layerpack_sys::bare::BareMounts;
 use layerpack_sys::ns::{IdRange, Namespaces};
 use layerpack_sys::process::{self, Credentials, Ended, Launch, Launched, Program};
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
@@ -201,13 +203,31 @@ fn start_init(
             [null.as_fd(), null.as_fd(), null.as_fd()],
         )
     };
-    let launched = process::spawn(&launch)
+    let launched = in_bare_mounts(|| process::spawn(&launch))
         .map_err(new_namespaces)?
         .map_err(|failure| setup("starting PID 1", failure))?;
     Ok(Init {
         launched,
         kept: false,
     })
+}
+
+/// Calls `spawn` where there is next to nothing of the host's mounts to copy (see
+/// [`layerpack_sys::bare`]). Where that cannot be had the sandbox starts all the same; its copy of
+/// the host's mounts then goes when it ends.
+fn in_bare_mounts<T>(spawn: impl FnOnce() -> Result<T, SysError>) -> Result<T, SysError> {
+    static BARE: OnceLock<Option<BareMounts>> = OnceLock::new();
+    let bare = BARE.get_or_init(|| {
+        BareMounts::new()
+            .inspect_err(|error| {
+                tracing::warn!(%error, "sandboxes keep the host's mounts alive while they live");
+            })
+            .ok()
+    });
+    match bare {
+        Some(bare) => bare.within(spawn)?,
+        None => spawn(),
+    }
 }
 
 /// Says what to do about the usual reasons for which a fork fails here.

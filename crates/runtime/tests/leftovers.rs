@@ -4,13 +4,14 @@
 mod support;
 
 use std::io::{BufRead as _, BufReader, Read as _};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use layerpack_fixtures::{ChildGuard, skip};
 use layerpack_runtime::{ExecSpec, Limits, RuntimeError, SandboxState, Streams, Terminal};
+use layerpack_sys::mount::MountFlags;
 use support::{Fixture, missing, sh};
 
 macro_rules! fixture {
@@ -349,4 +350,48 @@ fn privileged_a_run_with_a_damaged_record_can_be_removed() {
     fixture.sandboxes.remove("kk", true).unwrap();
     assert_eq!(child.child().wait().unwrap().code(), Some(137));
     fixture.assert_nothing_left();
+}
+
+/// A filesystem that the host unmounts, while a sandbox lives that was made when it was mounted.
+#[test]
+fn privileged_a_sandbox_keeps_no_filesystem_of_the_host() {
+    use rustix::fs::inotify;
+
+    let fixture = fixture!("hostmounts");
+    let point = fixture.dir.path().join("disk");
+    fs_err::create_dir(&point).unwrap();
+    let disk = layerpack_sys::mount::tmpfs(1 << 20, 0o755, MountFlags::empty()).unwrap();
+    layerpack_sys::mount::attach(disk.as_fd(), &point).unwrap();
+    let guard = Unmount(point.clone());
+    drop(disk);
+    let watch = inotify::init(inotify::CreateFlags::CLOEXEC).unwrap();
+    inotify::add_watch(&watch, &point, inotify::WatchFlags::DELETE_SELF).unwrap();
+
+    let spec = fixture.spec();
+    fixture.sandboxes.create(&spec).unwrap();
+    // The launcher is back where it was.
+    assert!(layerpack_sys::mount::is_mounted(&point).unwrap());
+    drop(guard);
+    assert!(!layerpack_sys::mount::is_mounted(&point).unwrap());
+    // The kernel tells watchers when it ends a filesystem, not when one mount of it goes.
+    let mut ready = [rustix::event::PollFd::new(
+        &watch,
+        rustix::event::PollFlags::IN,
+    )];
+    let limit = rustix::event::Timespec {
+        tv_sec: 30,
+        tv_nsec: 0,
+    };
+    let ended = rustix::event::poll(&mut ready, Some(&limit)).unwrap();
+    fixture.sandboxes.remove(spec.id.as_str(), true).unwrap();
+    assert_eq!(ended, 1, "the sandbox keeps an unmounted filesystem alive");
+    fixture.assert_nothing_left();
+}
+
+struct Unmount(PathBuf);
+
+impl Drop for Unmount {
+    fn drop(&mut self) {
+        layerpack_sys::mount::unmount(&self.0, false).unwrap();
+    }
 }

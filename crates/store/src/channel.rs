@@ -124,20 +124,19 @@ impl LayerStore {
     /// [`StoreError::Corrupt`] if it cannot be read: moving it again mends it.
     pub fn channel(&self, name: &ChannelName) -> Result<Option<Channel>> {
         let key = Key::channel(name);
-        let Some(bytes) = self.blobs().get(&key, MAX_CHANNEL)? else {
-            return Ok(None);
-        };
         let bad = |e: FormatError| StoreError::format(self.url(), key.as_str(), &e);
-        let object: Object = serde_json::from_slice(&bytes)
-            .map_err(|e| bad(FormatError::new("channel", e.to_string())))?;
-        if object.format != 1 {
-            let what = format!("its format is {}, known is 1", object.format);
-            return Err(bad(FormatError::newer("channel", what)));
-        }
-        Ok(Some(Channel {
-            current: object.current,
-            history: object.history,
-        }))
+        self.get_checked(&key, MAX_CHANNEL, &mut |bytes| {
+            let object: Object = serde_json::from_slice(bytes)
+                .map_err(|e| bad(FormatError::new("channel", e.to_string())))?;
+            if object.format != 1 {
+                let what = format!("its format is {}, known is 1", object.format);
+                return Err(bad(FormatError::newer("channel", what)));
+            }
+            Ok(Channel {
+                current: object.current,
+                history: object.history,
+            })
+        })
     }
 
     /// Moves a channel to a published version, or makes it. `now`: seconds since 1970. Moving it

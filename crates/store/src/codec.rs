@@ -143,6 +143,12 @@ impl ObjectWriter {
         Ok(())
     }
 
+    /// What is compressed so far, if it is `least` bytes or more; it is not part of
+    /// [`Object::stored`] then.
+    pub(crate) fn take_stored(&mut self, least: usize) -> Option<Vec<u8>> {
+        (self.stored.len() >= least).then(|| std::mem::take(&mut self.stored))
+    }
+
     pub(crate) fn finish(mut self) -> Result<Object, FormatError> {
         loop {
             let mut output = OutBuffer::around(self.block.as_mut_slice());

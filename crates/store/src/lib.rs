@@ -22,18 +22,20 @@ mod key;
 mod layer;
 mod manifest;
 mod parallel;
+pub mod peer;
 pub mod profile;
 pub mod query;
 mod reference;
 pub mod registry;
 mod signature;
+mod spool;
 pub mod transfer;
 
 pub use blob::{
-    BlobStore, BlobWriter, CachedStore, Fault, FaultStore, FileStore, HttpStore, LimitedStore,
-    MemStore, MirrorStore, ObjectInfo, OciStore, OpenOptions, Operation, PutMode, PutOutcome,
-    RateLimits, ReadCacheOptions, RetryPolicy, RetryStore, S3Credentials, S3Store, Timeouts, open,
-    open_url,
+    BlobStore, BlobWriter, CachedStore, Disagreement, Fault, FaultStore, FileStore, HttpStore,
+    LimitedStore, MemStore, MirrorStore, ObjectInfo, OciStore, OpenOptions, Operation, PutMode,
+    PutOutcome, RateLimits, ReadCacheOptions, RetryPolicy, RetryStore, S3Credentials, S3Store,
+    Span, Timeouts, open, open_url,
 };
 pub use buffers::recycle;
 pub use codec::Codec;
@@ -50,10 +52,11 @@ pub use key::Key;
 pub use layer::{
     Damage, Delivery, Draft, FetchStats, FileChunks, FrameChunks, LayerStore, LayerWriter,
     MetaImage, MetaWriter, PublishOutcome, Published, ReadLimits, RefEntry, Sealed, SeedMarker,
-    StoredFrame, VerifyReport, WriteStats, WriterOptions,
+    Staged, StoredFrame, VerifyReport, WriteStats, WriterOptions, publish_all,
 };
 pub use manifest::{
     Blob, Counts, Features, LayerId, MAX_MANIFEST_BYTES, MAX_META_BYTES, Manifest, ParentRef,
 };
 pub use reference::{Kind, LayerName, Reference, Version};
 pub use signature::{PublicKey, SignatureEntry, SigningKey};
+pub use spool::Spool;

@@ -98,6 +98,22 @@ impl LayerStore {
         }
     }
 
+    /// As [`LayerStore::find_profile`], for a stack: with a whole digest no list is asked for if
+    /// the profile lies with one of these layers, so that it is found where nothing can be listed.
+    ///
+    /// # Errors
+    /// As [`LayerStore::find_profile`].
+    pub fn find_profile_of(&self, text: &str, stack: &[LayerId]) -> Result<(Digest, Profile)> {
+        if let Ok(digest) = text.parse::<Digest>() {
+            for top in stack.iter().rev() {
+                if let Some(profile) = self.read_profile(&Key::profile(top, &digest), &digest)? {
+                    return Ok((digest, profile));
+                }
+            }
+        }
+        self.find_profile(text)
+    }
+
     /// Removes a profile; `false` if there was none.
     ///
     /// # Errors
@@ -110,28 +126,24 @@ impl LayerStore {
     }
 
     fn read_profile(&self, key: &Key, digest: &Digest) -> Result<Option<Profile>> {
-        let Some(bytes) = self.blobs().get(key, MAX_PROFILE_BYTES)? else {
-            return Ok(None);
-        };
         let wrong = |what: String| StoreError::Corrupt {
             store: self.url().to_owned(),
             key: key.to_string(),
             range: None,
             what,
         };
-        let found = Digest::of(&bytes);
-        if &found != digest {
-            return Err(wrong(format!("its digest is {found}")));
-        }
-        let profile =
-            Profile::parse(&bytes).map_err(|e| StoreError::format(self.url(), key.as_str(), &e))?;
-        if profile
-            .layers
-            .last()
-            .is_none_or(|top| &Key::profile(&top.layer, digest) != key)
-        {
-            return Err(wrong("it is of another layer than its key says".to_owned()));
-        }
-        Ok(Some(profile))
+        self.get_checked(key, MAX_PROFILE_BYTES, &mut |bytes| {
+            let found = Digest::of(bytes);
+            if &found != digest {
+                return Err(wrong(format!("its digest is {found}")));
+            }
+            let profile = Profile::parse(bytes)
+                .map_err(|e| StoreError::format(self.url(), key.as_str(), &e))?;
+            let top = profile.layers.last();
+            if top.is_none_or(|top| &Key::profile(&top.layer, digest) != key) {
+                return Err(wrong("it is of another layer than its key says".to_owned()));
+            }
+            Ok(profile)
+        })
     }
 }

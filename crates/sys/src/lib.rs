@@ -1,4 +1,4 @@
-//! System calls of layerpack: mounts, namespaces, processes, descriptors.
+//! System calls of layerpack: mounts, namespaces, processes, descriptors, attributes.
 //!
 //! Everything that needs `unsafe` lives here, so that the other crates can
 //! forbid it. The modules are thin: each function does one kernel operation
@@ -9,6 +9,7 @@
 //! Nothing here keeps state, prints, reads the environment or chooses defaults
 //! for a caller.
 
+pub mod bare;
 pub mod error;
 pub mod fdpass;
 pub mod fusedev;
@@ -21,5 +22,6 @@ pub mod pagecache;
 pub mod probe;
 pub mod process;
 pub mod signals;
+pub mod xattr;
 
 pub use error::{Result, SysError};

@@ -8,13 +8,23 @@
 //! `target/bench`.
 
 mod build;
+mod cold;
+mod conformance;
+mod endurance;
 mod family;
 mod frames;
+mod git;
 mod inputs;
 mod large;
 pub(crate) mod measure;
+mod mounts;
+mod node;
+mod origin;
 mod report;
+mod roots;
+mod sandboxes;
 mod snapshot;
+mod warm;
 
 use std::path::{Path, PathBuf};
 
@@ -32,7 +42,7 @@ struct Scenario {
 }
 
 /// All scenarios, in the order in which they run.
-const SCENARIOS: [Scenario; 7] = [
+const SCENARIOS: [Scenario; 16] = [
     Scenario {
         name: "build",
         about: "building from a directory, beside mkfs.erofs, mksquashfs and tar with zstd",
@@ -64,9 +74,54 @@ const SCENARIOS: [Scenario; 7] = [
         run: family::table,
     },
     Scenario {
+        name: "git-status",
+        about: "what the first git status on a mounted workspace fetches, with and without --git-index",
+        run: git::table,
+    },
+    Scenario {
         name: "pack-diff",
         about: "snapshots by what changed and what did not, beside umoci repack and tar",
         run: snapshot::table,
+    },
+    Scenario {
+        name: "cold",
+        about: "programs in an environment that is not on the node, beside local disks and a full pull",
+        run: cold::table,
+    },
+    Scenario {
+        name: "first-mount",
+        about: "mounting a layer that is not on the node: requests, bytes, time",
+        run: mounts::first,
+    },
+    Scenario {
+        name: "mounts",
+        about: "stacks whose layers are up, a thousand layers, very many stacks",
+        run: mounts::table,
+    },
+    Scenario {
+        name: "warm",
+        about: "reads, stat and readdir in memory, beside native EROFS over the same image",
+        run: warm::table,
+    },
+    Scenario {
+        name: "page-cache",
+        about: "bytes of page cache for each byte read",
+        run: warm::pages,
+    },
+    Scenario {
+        name: "sandboxes",
+        about: "containers: time to the first command, how many a second, memory of idle ones",
+        run: sandboxes::table,
+    },
+    Scenario {
+        name: "endurance",
+        about: "random reads with kills, a small cache and a failing store; ten minutes",
+        run: endurance::table,
+    },
+    Scenario {
+        name: "conformance",
+        about: "pjdfstest and fsx on a writable mount, beside an overlay over a plain directory",
+        run: conformance::table,
     },
 ];
 
@@ -116,15 +171,15 @@ fn remove(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Runs the scenarios `only`, or all.
+/// Runs the scenarios `only`, or all; with the binary that is named, else with a release build.
 ///
 /// # Errors
 /// When a scenario cannot run. A claim that is missed is no error: it is what is to be found out.
-pub(crate) fn run(quick: bool, only: &[String]) -> Result<()> {
+pub(crate) fn run(quick: bool, binary: Option<&Path>, only: &[String]) -> Result<()> {
     for name in only {
         if !SCENARIOS.iter().any(|scenario| scenario.name == name) {
             for scenario in &SCENARIOS {
-                say(format!("{:10} {}", scenario.name, scenario.about));
+                say(format!("{:12} {}", scenario.name, scenario.about));
             }
             bail!("there is no scenario {name}");
         }
@@ -135,15 +190,21 @@ pub(crate) fn run(quick: bool, only: &[String]) -> Result<()> {
         .collect();
     let mut steps = Steps::new(chosen.len() + 1);
     steps.begin("the release binary");
-    let mut command = workspace::cargo();
-    command
-        .args(["build", "--quiet", "--release", "--package", "layerpack"])
-        .current_dir(workspace::root()?);
-    process::run(&mut command)?;
     let target = workspace::target_dir()?;
+    let binary = match binary {
+        Some(binary) => fs_err::canonicalize(binary)?,
+        None => {
+            let mut command = workspace::cargo();
+            command
+                .args(["build", "--quiet", "--release", "--package", "layerpack"])
+                .current_dir(workspace::root()?);
+            process::run(&mut command)?;
+            target.join("release/layerpack")
+        }
+    };
     let bench = Bench {
         quick,
-        binary: target.join("release/layerpack"),
+        binary,
         work: target.join("bench"),
     };
     fs_err::create_dir_all(&bench.work)?;

@@ -29,10 +29,10 @@ const CHANGES: [(u32, usize); 5] = [
 ];
 
 /// A node of its own with the layers that sandboxes lie on.
-struct Node<'a> {
-    bench: &'a Bench,
-    root: PathBuf,
-    store: PathBuf,
+pub(super) struct Node<'a> {
+    pub(super) bench: &'a Bench,
+    pub(super) root: PathBuf,
+    pub(super) store: PathBuf,
 }
 
 /// What a snapshot took.
@@ -71,17 +71,23 @@ impl Node<'_> {
         command
     }
 
-    fn output(&self, arguments: &[&str]) -> Result<String> {
+    pub(super) fn output(&self, arguments: &[&str]) -> Result<String> {
         process::output(self.command().args(arguments))
     }
 
-    fn json(&self, arguments: &[&str]) -> Result<Value> {
+    pub(super) fn json(&self, arguments: &[&str]) -> Result<Value> {
         let mut all = vec!["-o", "json"];
         all.extend(arguments);
         Ok(serde_json::from_str(&self.output(&all)?)?)
     }
 
-    fn build(&self, kind: &str, name: &str, source: &Path, extra: &[&str]) -> Result<()> {
+    pub(super) fn build(
+        &self,
+        kind: &str,
+        name: &str,
+        source: &Path,
+        extra: &[&str],
+    ) -> Result<()> {
         let from = format!("dir:{}", source.display());
         let mut arguments = vec!["-q", "build", "--kind", kind, "--name", name];
         arguments.extend(["--version", "1", "--from", &from]);

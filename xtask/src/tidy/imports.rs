@@ -10,15 +10,15 @@ type Row = (
     &'static [&'static str],
 );
 
-/// The fuzz targets are tests, so they may use the fixtures as a product may not. Tests may use the fixtures; the packer's also `sys`, to have the kernel make what it packs.
+/// The fuzz targets are tests, so they may use the fixtures as a product may not. Tests may use the fixtures.
 const TABLE: [Row; 10] = [
     ("layerpack-erofs", &[], &["layerpack-fixtures"]),
     ("layerpack-store", &[], &["layerpack-fixtures"]),
     ("layerpack-sys", &[], &["layerpack-fixtures"]),
     (
         "layerpack-packer",
-        &["layerpack-erofs", "layerpack-store"],
-        &["layerpack-fixtures", "layerpack-sys"],
+        &["layerpack-erofs", "layerpack-store", "layerpack-sys"],
+        &["layerpack-fixtures"],
     ),
     (
         "layerpack-layerfs",

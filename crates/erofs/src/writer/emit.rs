@@ -76,6 +76,25 @@ pub(super) fn emit(
     sink.finish()
 }
 
+/// Gives a whole image another UUID.
+pub(super) fn set_uuid(image: &mut [u8], uuid: [u8; 16]) {
+    let start = SUPERBLOCK_OFFSET + std::mem::offset_of!(RawSuperblock, uuid);
+    if let Some(field) = image.get_mut(start..start + 16) {
+        field.copy_from_slice(&uuid);
+    }
+    set_checksum(image);
+}
+
+/// Puts the checksum into the superblock of an image's beginning.
+fn set_checksum(start: &mut [u8]) {
+    let start_of_field = SUPERBLOCK_OFFSET + std::mem::offset_of!(RawSuperblock, checksum);
+    if let Some(sum) = checksum(start)
+        && let Some(field) = start.get_mut(start_of_field..start_of_field + 4)
+    {
+        field.copy_from_slice(&sum.to_le_bytes());
+    }
+}
+
 fn superblock(plan: &Plan<'_>, options: &WriteOptions, uuid: [u8; 16]) -> Result<RawSuperblock> {
     let has_device = options.has_device();
     let own_data = if options.data_follows {
@@ -361,13 +380,8 @@ impl Sink<'_> {
     }
 
     fn flush(&mut self) -> Result<()> {
-        if self.flushed == 0
-            && let Some(sum) = checksum(&self.buffer)
-            && let Some(field) = self
-                .buffer
-                .get_mut(SUPERBLOCK_OFFSET + 4..SUPERBLOCK_OFFSET + 8)
-        {
-            field.copy_from_slice(&sum.to_le_bytes());
+        if self.flushed == 0 {
+            set_checksum(&mut self.buffer);
         }
         let written = self.out.write_all(&self.buffer);
         written.map_err(|source| Error::Write {

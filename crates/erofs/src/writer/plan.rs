@@ -1,5 +1,7 @@
 //! First pass: the place of every inode, directory block and shared xattr.
 
+use std::collections::HashMap;
+
 use crate::error::{Error, Result};
 use crate::format::{
     BLOCK, RawCompact, RawDevice, RawExtended, RawSuperblock, SLOT, SUPERBLOCK_OFFSET,
@@ -39,12 +41,6 @@ pub(super) enum Tail {
     Chunks(usize),
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Place {
-    nid: u32,
-    directory: u32,
-}
-
 /// Where everything goes.
 #[derive(Debug)]
 pub(super) struct Plan<'t> {
@@ -65,7 +61,10 @@ pub(super) struct Plan<'t> {
     /// Size of the image in blocks.
     pub(super) blocks: u64,
     children: Vec<u32>,
-    places: Vec<Place>,
+    /// Numbers of inodes, by [`NodeId::index`].
+    nids: Vec<u32>,
+    /// Indexes into `directories`.
+    numbers: HashMap<NodeId, usize>,
 }
 
 impl<'t> Plan<'t> {
@@ -82,13 +81,8 @@ impl<'t> Plan<'t> {
             first_block: 0,
             blocks: 0,
             children: Vec::with_capacity(tree.len()),
-            places: vec![
-                Place {
-                    nid: NONE,
-                    directory: NONE
-                };
-                tree.slots()
-            ],
+            nids: vec![NONE; tree.slots()],
+            numbers: HashMap::new(),
         };
         plan.number_inodes()?;
         for id in &plan.order {
@@ -107,14 +101,14 @@ impl<'t> Plan<'t> {
     }
 
     pub(super) fn nid(&self, id: NodeId) -> u64 {
-        self.places
-            .get(id.index())
-            .map_or(0, |place| u64::from(place.nid))
+        self.nids.get(id.index()).map_or(0, |nid| u64::from(*nid))
     }
 
     pub(super) fn directory(&self, id: NodeId) -> Option<&Directory> {
-        let place = self.places.get(id.index())?;
-        self.directories.get(place.directory as usize)
+        if !self.tree.is_dir(id) {
+            return None;
+        }
+        self.directories.get(*self.numbers.get(&id)?)
     }
 
     /// Entries of a directory in order, `.` and `..` included.
@@ -237,11 +231,11 @@ impl<'t> Plan<'t> {
             for entry in self.children.get(first..).unwrap_or_default() {
                 let (name, child) = self.tree.entry(*entry);
                 let is_dir = self.tree.is_dir(child);
-                let Some(place) = self.places.get_mut(child.index()) else {
+                let Some(nid) = self.nids.get_mut(child.index()) else {
                     continue;
                 };
-                let is_new = place.nid == NONE;
-                place.nid = 0;
+                let is_new = *nid == NONE;
+                *nid = 0;
                 if is_new {
                     self.order.push(child);
                 }
@@ -262,33 +256,35 @@ impl<'t> Plan<'t> {
                 stack.push((child, node));
             }
             stack.get_mut(below..).unwrap_or_default().reverse();
-            let index = u32::try_from(self.directories.len()).unwrap_or(NONE);
-            if let Some(place) = self.places.get_mut(node.index()) {
-                place.directory = index;
-            }
+            self.numbers.insert(node, self.directories.len());
             self.directories.push(directory);
         }
         Ok(())
     }
 
     fn commonest_time(&self) -> Timestamp {
-        let fitting = self
-            .order
-            .iter()
-            .filter(|id| self.fits_compact(**id, &self.tree.node(**id)));
-        let mut times: Vec<_> = fitting
-            .map(|id| self.tree.node(*id).metadata.mtime)
-            .collect();
-        times.sort_unstable();
-        let mut best = (0, Timestamp::default());
-        for run in times.chunk_by(|a, b| a == b) {
-            if let [time, ..] = run
-                && run.len() > best.0
-            {
-                best = (run.len(), *time);
+        // Those from 1970 to 2106 in eight bytes, which have the order of times.
+        let (mut short, mut others) = (Vec::new(), Vec::new());
+        for id in &self.order {
+            let node = self.tree.node(*id);
+            if !self.fits_compact(*id, &node) {
+                continue;
+            }
+            let time = node.metadata.mtime;
+            match u32::try_from(time.sec) {
+                Ok(sec) => short.push(u64::from(sec) << 32 | u64::from(time.nsec)),
+                Err(_) => others.push(time),
             }
         }
-        best.1
+        let unpacked = |(count, time): (usize, u64)| {
+            let nsec = u32::try_from(time & u64::from(u32::MAX)).unwrap_or_default();
+            let sec = i64::try_from(time >> 32).unwrap_or_default();
+            (count, Timestamp { sec, nsec })
+        };
+        let found = [commonest(short).map(unpacked), commonest(others)];
+        let best = (found.into_iter().flatten())
+            .max_by_key(|(count, time)| (*count, std::cmp::Reverse(*time)));
+        best.map_or_else(Timestamp::default, |(_, time)| time)
     }
 
     /// Fixes the nid of every inode, in order, leaving no gap but alignment.
@@ -329,8 +325,8 @@ impl<'t> Plan<'t> {
                 what: "slots of inodes",
                 limit: u64::from(NONE),
             })?;
-            if let Some(place) = self.places.get_mut(id.index()) {
-                place.nid = nid;
+            if let Some(place) = self.nids.get_mut(id.index()) {
+                *place = nid;
             }
             position = position
                 .checked_add(total)
@@ -379,6 +375,14 @@ impl<'t> Plan<'t> {
         }
         Ok(())
     }
+}
+
+/// The commonest of some values, the least of several, and how often it is there.
+fn commonest<T: Ord + Copy>(mut values: Vec<T>) -> Option<(usize, T)> {
+    values.sort_unstable();
+    let runs = values.chunk_by(|a, b| a == b);
+    runs.filter_map(|run| Some((run.len(), *run.first()?)))
+        .max_by_key(|(count, value)| (*count, std::cmp::Reverse(*value)))
 }
 
 /// What the format cannot hold of a single inode.

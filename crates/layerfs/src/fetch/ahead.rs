@@ -9,14 +9,17 @@
 //! It ends early when the cache has no room (what is fetched ahead evicts nothing), when it is
 //! cancelled, or when the store fails several times in a row.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
+
+use layerpack_store::LayerId;
 
 use super::blob::{Blob, Source};
 use super::flight::{Flight, Outcome};
 use super::worker;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering};
+use crate::trace::{TraceEvent, TraceKind};
 
 /// Bytes of frames, stored and raw, that one list has under way at once.
 const WINDOW: u64 = 8 << 20;
@@ -144,6 +147,31 @@ struct Batch {
     /// Extents that count as fetched ahead when they are there.
     extents: Vec<u64>,
     cost: u64,
+}
+
+impl Batch {
+    /// Tells who watches what was fetched, by parts of the data that follow each other.
+    fn tell(&self) {
+        let mut indexes: Vec<u64> = self.extents.clone();
+        indexes.retain(|index| self.blob.cache.has(*index));
+        indexes.sort_unstable();
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        let extents = self.blob.map.extents();
+        for index in indexes {
+            let extent = usize::try_from(index).ok().and_then(|i| extents.get(i));
+            let Some(extent) = extent else { continue };
+            match runs.last_mut() {
+                Some((_, end)) if end.next_multiple_of(4096) >= extent.data_offset => {
+                    *end = extent.end();
+                }
+                _ => runs.push((extent.data_offset, extent.end())),
+            }
+        }
+        for (offset, end) in runs {
+            let event = TraceEvent::new(TraceKind::Ahead, offset, end);
+            self.blob.taps.tell(&event);
+        }
+    }
 }
 
 /// Frames that are to be asked for together.
@@ -351,6 +379,9 @@ impl Run<'_> {
         let unread = &batch.blob.unread;
         unread.fetched.fetch_add(fetched, Ordering::Relaxed);
         batch.blob.fetcher.meter.ahead(0, fetched);
+        if batch.blob.taps.watched() {
+            batch.tell();
+        }
         self.report.fetched += fetched;
         self.failures = if failed { self.failures + 1 } else { 0 };
         if full {
@@ -367,7 +398,7 @@ impl Run<'_> {
 #[derive(Debug, Default)]
 pub(super) struct Waiting {
     count: AtomicU64,
-    since: Mutex<std::collections::BTreeMap<u64, Instant>>,
+    since: Mutex<BTreeMap<u64, (Instant, LayerId)>>,
     next: AtomicU64,
 }
 
@@ -379,10 +410,11 @@ pub(super) struct WaitingReader<'a> {
 }
 
 impl Waiting {
-    pub(super) fn enter(&self) -> WaitingReader<'_> {
+    /// A reader of a layer waits.
+    pub(super) fn enter(&self, layer: LayerId) -> WaitingReader<'_> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         self.count.fetch_add(1, Ordering::AcqRel);
-        self.since.lock().insert(number, Instant::now());
+        self.since.lock().insert(number, (Instant::now(), layer));
         WaitingReader {
             waiting: self,
             number,
@@ -396,7 +428,18 @@ impl Waiting {
     /// How long the one that waits longest has waited.
     pub(super) fn oldest(&self) -> Option<Duration> {
         let since = self.since.lock();
-        since.values().min().map(Instant::elapsed)
+        since.values().map(|(at, _)| at.elapsed()).max()
+    }
+
+    /// Readers that wait, and how long the one that waits longest has, by layer.
+    pub(super) fn by_layer(&self) -> BTreeMap<LayerId, (u64, Duration)> {
+        let mut layers: BTreeMap<LayerId, (u64, Duration)> = BTreeMap::new();
+        for (at, layer) in self.since.lock().values() {
+            let (count, oldest) = layers.entry(*layer).or_default();
+            *count += 1;
+            *oldest = (*oldest).max(at.elapsed());
+        }
+        layers
     }
 }
 

@@ -9,11 +9,13 @@ use layerpack_store::{LayerId, LayerMap, LayerStore, Locator, Manifest, StoreErr
 use super::ahead::Unread;
 use super::evict::Heat;
 use super::flight::{Flights, Outcome};
+use super::stream::Streams;
 use super::{Fetcher, ReadError, worker};
 use crate::cache::{BlobCache, Held};
 use crate::fuse::ReplyBuf;
 use crate::record::Taps;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering, RwLock};
+use crate::trace::{Cost, TraceEvent, TraceKind};
 
 /// Opens the store of a layer when its data is first needed.
 pub type OpenStore = Arc<dyn Fn() -> Result<LayerStore, StoreError> + Send + Sync>;
@@ -48,6 +50,8 @@ pub(crate) struct Counters {
     pub(crate) fetched_raw: AtomicU64,
     pub(crate) requests: AtomicU64,
     pub(crate) frames: AtomicU64,
+    /// Bytes of extents that peers gave.
+    pub(crate) from_peers: AtomicU64,
     pub(crate) served: AtomicU64,
     pub(crate) reads: AtomicU64,
     pub(crate) misses: AtomicU64,
@@ -72,6 +76,9 @@ pub struct Blob {
     pub(super) cache_full: AtomicBool,
     pub(super) heat: Heat,
     pub(super) unread: Unread,
+    pub(super) streams: Streams,
+    /// Bytes of all extents.
+    pub(super) whole: u64,
     pub(crate) taps: Taps,
 }
 
@@ -116,6 +123,7 @@ impl Blob {
     #[must_use]
     pub fn new(parts: BlobParts, fetcher: Arc<Fetcher>) -> Arc<Self> {
         let heat = Heat::new(parts.map.data_size());
+        let whole = parts.map.extents().iter().map(|e| u64::from(e.len)).sum();
         let blob = Self {
             layer: parts.manifest.layer_id(),
             manifest: parts.manifest,
@@ -135,6 +143,8 @@ impl Blob {
             cache_full: AtomicBool::new(false),
             heat,
             unread: Unread::default(),
+            streams: Streams::default(),
+            whole,
             taps: Taps::default(),
         };
         let cached = blob
@@ -200,7 +210,7 @@ impl Blob {
     }
 
     /// Numbers of the extents that overlap `offset..end`.
-    fn extents(&self, offset: u64, end: u64) -> std::ops::Range<usize> {
+    pub(super) fn extents(&self, offset: u64, end: u64) -> std::ops::Range<usize> {
         let all = self.map.extents();
         let first = all.partition_point(|e| e.data_offset + u64::from(e.len) <= offset);
         let last = all.partition_point(|e| e.data_offset < end);
@@ -240,7 +250,7 @@ impl Blob {
     /// Gives the bytes if they are all in the cache; `None` if something must be fetched.
     /// Short only at the end of the blob.
     pub fn try_read(
-        &self,
+        self: &Arc<Self>,
         offset: u64,
         len: usize,
         buf: &mut ReplyBuf,
@@ -251,8 +261,11 @@ impl Blob {
             return Some(Ok(()));
         }
         // While something is evicted there, the read waits elsewhere.
-        let _held = self.cache.try_hold(&self.starts(offset, end))?;
-        self.read_present(offset, end, buf)
+        let held = self.cache.try_hold(&self.starts(offset, end))?;
+        let result = self.read_present(offset, end, buf)?;
+        drop(held);
+        self.read_on(offset, end);
+        Some(result)
     }
 
     /// Gives the bytes if they are all in the cache, where the caller holds them.
@@ -278,6 +291,10 @@ impl Blob {
                     .served
                     .fetch_add(end - offset, Ordering::Relaxed);
                 self.fetcher.meter.hit(end - offset);
+                if self.taps.watched() {
+                    self.taps
+                        .tell(&TraceEvent::new(TraceKind::Hit, offset, end));
+                }
             }
             Err(e) => {
                 self.fetcher.meter.failed(e);
@@ -309,6 +326,7 @@ impl Blob {
         let _held = self.hold(offset, end);
         self.check_suspects(offset, end);
         if let Some(result) = self.read_present(offset, end, buf) {
+            self.read_on(offset, end);
             return result;
         }
         self.touch(offset, end);
@@ -316,16 +334,29 @@ impl Blob {
         self.counters.misses.fetch_add(1, Ordering::Relaxed);
         let begun = Instant::now();
         let deadline = begun + self.fetcher.config.read_timeout;
-        let waiting = self.fetcher.waiting.enter();
-        let result = self.read_pieces(offset, end, deadline, buf);
+        let waiting = self.fetcher.waiting.enter(self.layer);
+        let mut cost = Cost::default();
+        let result = self.read_pieces(offset, end, deadline, buf, &mut cost);
         drop(waiting);
         let outcome = result.as_ref().map(|()| end - offset);
-        self.fetcher.meter.waited(begun.elapsed(), outcome);
+        let waited = begun.elapsed();
+        self.fetcher.meter.waited(waited, outcome);
+        if self.taps.watched() {
+            let kind = match &result {
+                Ok(()) => TraceKind::Miss,
+                Err(_) => TraceKind::Failed,
+            };
+            let mut event = TraceEvent::new(kind, offset, end).with(cost, waited);
+            event.error = result.as_ref().err().map(ToString::to_string);
+            self.taps.tell(&event);
+        }
         match &result {
             Ok(()) => {
                 self.counters
                     .served
                     .fetch_add(end - offset, Ordering::Relaxed);
+                // Behind what this read waited for.
+                self.read_on(offset, end);
             }
             Err(e) => {
                 buf.clear();
@@ -337,7 +368,7 @@ impl Blob {
 
     /// Compares what an earlier process left of `offset..end` with its digests. Extents that
     /// pass are present afterwards, the others are missing.
-    fn check_suspects(&self, offset: u64, end: u64) {
+    pub(super) fn check_suspects(&self, offset: u64, end: u64) {
         let mut bytes = Vec::new();
         for index in self.extents(offset, end) {
             let Some(extent) = self.map.extents().get(index) else {
@@ -381,6 +412,7 @@ impl Blob {
         end: u64,
         deadline: Instant,
         buf: &mut ReplyBuf,
+        cost_sum: &mut Cost,
     ) -> Result<(), ReadError> {
         let cap = self.fetcher.budget.piece();
         let mut at = offset;
@@ -395,7 +427,7 @@ impl Blob {
                 .ok_or(ReadError::TimedOut {
                     limit: self.fetcher.config.read_timeout,
                 })?;
-            let landed = self.fetch(&source, &frames, deadline)?;
+            let landed = self.fetch(&source, &frames, deadline, cost_sum)?;
             if landed.moved {
                 // The locator changed under way: plan again with the new one.
                 continue;
@@ -475,6 +507,7 @@ impl Blob {
         source: &Source,
         frames: &[u32],
         deadline: Instant,
+        cost: &mut Cost,
     ) -> Result<Landed, ReadError> {
         let claim = self.flights.claim(source.generation, frames, |frame| {
             source
@@ -483,10 +516,23 @@ impl Blob {
                 .iter()
                 .all(|index| self.cache.has(u64::from(*index)))
         });
+        let own = |frame: u32| claim.ours.iter().any(|(own, _)| *own == frame);
+        let owned: Vec<bool> = claim.all.iter().map(|(frame, _)| own(*frame)).collect();
         worker::submit(self, source, claim.ours);
         let mut landed = Landed::default();
-        for (frame, flight) in claim.all {
-            match flight.wait(deadline) {
+        for ((frame, flight), own) in claim.all.into_iter().zip(owned) {
+            let outcome = flight.wait(deadline);
+            if own {
+                cost.frames += 1;
+                cost.peer_frames += u32::from(!flight.is_direct());
+                cost.bytes += usize::try_from(frame)
+                    .ok()
+                    .and_then(|at| source.locator.frames().get(at))
+                    .map_or(0, |f| u64::from(f.stored_len));
+            } else {
+                cost.joined += 1;
+            }
+            match outcome {
                 Some(Outcome::Stored) => {}
                 Some(Outcome::Passed(bytes)) => landed.passed.push((frame, bytes)),
                 Some(Outcome::Moved) => landed.moved = true,

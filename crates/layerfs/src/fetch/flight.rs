@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::ReadError;
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{AtomicBool, Condvar, Mutex, Ordering};
 
 /// How a flight ended.
 #[derive(Debug, Clone)]
@@ -23,11 +23,24 @@ pub(super) enum Outcome {
 /// One fetch under way.
 #[derive(Debug, Default)]
 pub(super) struct Flight {
+    /// Whether the store is asked, as it will be in the end, and not a peer, who may be waiting
+    /// for us.
+    direct: AtomicBool,
     outcome: Mutex<Option<Outcome>>,
     landed: Condvar,
 }
 
 impl Flight {
+    /// From now on only the store is asked.
+    pub(super) fn go_direct(&self) {
+        self.direct.store(true, Ordering::Release);
+    }
+
+    /// Whether only the store is asked.
+    pub(super) fn is_direct(&self) -> bool {
+        self.direct.load(Ordering::Acquire)
+    }
+
     /// Waits for the end; `None` when the deadline passes first.
     pub(super) fn wait(&self, deadline: Instant) -> Option<Outcome> {
         let mut outcome = self.outcome.lock();

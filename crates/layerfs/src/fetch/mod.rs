@@ -23,18 +23,23 @@ mod blob;
 mod budget;
 mod evict;
 mod flight;
+mod give;
 mod lend;
 mod meter;
 mod space;
+mod stream;
 mod worker;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use layerpack_store::StoreError;
+use layerpack_store::{LayerId, StoreError};
 use rustix::io::Errno;
 
+use crate::peers::Peers;
 use crate::pool::Pool;
+use crate::sync::RwLock;
 
 use ahead::Waiting;
 pub use ahead::{AheadEnd, AheadOptions, AheadReport, Cancel, fetch_ahead};
@@ -141,6 +146,9 @@ pub struct Fetcher {
     space: Space,
     waiting: Waiting,
     meter: Meter,
+    peers: RwLock<Option<Arc<Peers>>>,
+    /// Waits for peers, which may be waiting for `pool`.
+    asking: Pool,
 }
 
 impl Fetcher {
@@ -154,7 +162,36 @@ impl Fetcher {
             space: Space::new(config.cache_max),
             waiting: Waiting::default(),
             meter: Meter::default(),
+            peers: RwLock::new(None),
+            asking: Pool::new("ask", config.threads, usize::MAX),
         })
+    }
+
+    /// Whether more can be fetched without anybody else waiting for it.
+    fn has_spare_threads(&self) -> bool {
+        self.pool.load() < self.config.threads.div_ceil(2)
+            && self.asking.load() < self.config.threads.div_ceil(2)
+    }
+
+    /// How long a read waits for its bytes.
+    #[must_use]
+    pub fn read_timeout(&self) -> Duration {
+        self.config.read_timeout
+    }
+
+    /// Has these peers asked before stores.
+    pub(crate) fn set_peers(&self, peers: Option<Arc<Peers>>) {
+        *self.peers.write() = peers;
+    }
+
+    /// The peers that are asked, if any.
+    fn peers(&self) -> Option<Arc<Peers>> {
+        self.peers.read().as_ref().map(Arc::clone)
+    }
+
+    /// The blob of a layer that this fetcher serves, for peers.
+    pub(crate) fn shared(&self, layer: LayerId) -> Option<Arc<Blob>> {
+        self.find(layer).filter(|blob| !blob.store_url().is_empty())
     }
 
     /// Bytes of frames that readers are waiting for now. Returns to zero when nobody reads.
@@ -167,6 +204,12 @@ impl Fetcher {
     #[must_use]
     pub fn readers_waiting(&self) -> u64 {
         self.waiting.count()
+    }
+
+    /// Readers that wait for a fetch, and how long the one that waits longest has, by layer.
+    #[must_use]
+    pub fn waiting_by_layer(&self) -> BTreeMap<LayerId, (u64, Duration)> {
+        self.waiting.by_layer()
     }
 
     /// What the fetcher did since it began.
@@ -184,6 +227,10 @@ impl Fetcher {
     /// Gives up everything queued (its readers get EIO), starts nothing more, and waits at most
     /// `limit` for fetches under way. Returns whether all ended.
     pub fn close(&self, limit: Duration) -> bool {
-        self.pool.close(limit)
+        let end = Instant::now() + limit;
+        let asked = self.asking.close(limit);
+        self.pool
+            .close(end.saturating_duration_since(Instant::now()))
+            && asked
     }
 }

@@ -1,14 +1,17 @@
 //! The fetching side: takes claimed frames to the store and lands their flights.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use layerpack_store::{Delivery, Digest, LayerStore, ReadLimits};
+use layerpack_store::peer::{MAX_ASKED, MAX_RANGES, PeerAnswer, PeerAsk};
+use layerpack_store::{Delivery, Digest, FrameLoc, LayerStore, ReadLimits, StoreError};
 
 use super::ReadError;
 use super::blob::{Blob, Source};
 use super::flight::{Flight, Outcome};
+use crate::peers::{Asked, MAX_ANSWER, Member, PART, Peers};
 use crate::sync::Ordering;
 
 /// Shortest time between two looks for a newer locator of a blob.
@@ -40,6 +43,21 @@ impl Batch {
         }
     }
 
+    /// Says in the log what could not be fetched.
+    fn report(&self, error: &StoreError) {
+        let map = self.blob.map.extents();
+        let extents = self
+            .frames
+            .iter()
+            .flat_map(|(frame, _)| self.source.locator.extents_of_frame(*frame))
+            .filter_map(|index| map.get(usize::try_from(*index).ok()?));
+        let from = extents.clone().map(|e| e.data_offset).min();
+        let to = extents.map(layerpack_store::Extent::end).max();
+        tracing::warn!(layer = %self.blob.layer, store = %self.blob.store_url,
+            frames = self.frames.len(), offset = from, end = to, error = %error,
+            "frames cannot be fetched");
+    }
+
     fn land_rest(&mut self, outcome: &Outcome) {
         for (frame, flight) in std::mem::take(&mut self.frames) {
             self.blob
@@ -55,31 +73,101 @@ impl Drop for Batch {
     }
 }
 
-/// Queues the fetch of claimed frames, in batches of neighbours.
-pub(super) fn submit(blob: &Arc<Blob>, source: &Source, mut claimed: Vec<(u32, Arc<Flight>)>) {
-    if claimed.is_empty() {
-        return;
-    }
-    let frames = source.locator.frames();
-    let place = |frame: u32| {
-        usize::try_from(frame)
-            .ok()
-            .and_then(|i| frames.get(i))
-            .map_or((u32::MAX, 0, 0), |f| {
-                (f.pack, f.offset, u64::from(f.stored_len))
-            })
+/// Where a frame came from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Origin {
+    Store,
+    Peer,
+}
+
+/// Queues the fetch of claimed frames: from the peers that are their homes, else from the store.
+pub(super) fn submit(blob: &Arc<Blob>, source: &Source, claimed: Vec<(u32, Arc<Flight>)>) {
+    let Some(peers) = blob.fetcher.peers() else {
+        return submit_direct(blob, source, claimed);
     };
-    claimed.sort_by_key(|(frame, _)| place(*frame));
-    let limit = blob.fetcher.config.batch_bytes;
-    let mut batches: Vec<Batch> = Vec::new();
-    let mut bytes = 0_u64;
+    let mut direct = Vec::new();
+    // By the homes' addresses.
+    let mut homes: BTreeMap<_, (Arc<Member>, Vec<_>)> = BTreeMap::new();
     for (frame, flight) in claimed {
-        let (_, _, len) = place(frame);
-        let joins = bytes.saturating_add(len) <= limit;
+        let home = part_of(blob, source, frame).and_then(|part| peers.home(&blob.layer, part));
+        match home {
+            None => direct.push((frame, flight)),
+            Some(home) => homes
+                .entry(home.client.address())
+                .or_insert_with(|| (home, Vec::new()))
+                .1
+                .push((frame, flight)),
+        }
+    }
+    submit_direct(blob, source, direct);
+    for (home, frames) in homes.into_values() {
+        for batch in batches(blob, source, frames, true) {
+            let (peers, home) = (Arc::clone(&peers), Arc::clone(&home));
+            let job = Box::new(move || {
+                let mut batch = batch;
+                batch.ask(&peers, &home);
+                if !batch.frames.is_empty() {
+                    let blob = Arc::clone(&batch.blob);
+                    drop(blob.fetcher.pool.submit(Box::new(move || run(batch))));
+                }
+            });
+            drop(blob.fetcher.asking.submit(job));
+        }
+    }
+}
+
+/// Queues the fetch of claimed frames from the store, in batches of neighbours.
+pub(super) fn submit_direct(blob: &Arc<Blob>, source: &Source, claimed: Vec<(u32, Arc<Flight>)>) {
+    for batch in batches(blob, source, claimed, false) {
+        for (_, flight) in &batch.frames {
+            flight.go_direct();
+        }
+        // A pool that is closed hands the job back; dropping it fails its flights.
+        drop(blob.fetcher.pool.submit(Box::new(move || run(batch))));
+    }
+}
+
+fn frame_of(source: &Source, frame: u32) -> Option<&FrameLoc> {
+    let at = usize::try_from(frame).ok()?;
+    source.locator.frames().get(at)
+}
+
+/// The part of the layer's data that a frame is counted to; `None` if no peer is to be asked for it.
+fn part_of(blob: &Blob, source: &Source, frame: u32) -> Option<u64> {
+    let raw = frame_of(source, frame)?.raw_len;
+    let first = source.locator.extents_of_frame(frame).first()?;
+    let extent = blob.map.extents().get(usize::try_from(*first).ok()?)?;
+    (u64::from(raw) <= MAX_ANSWER).then_some(extent.data_offset / PART)
+}
+
+/// Claimed frames in groups of neighbours: what one request to the store may bring, or one answer
+/// of a peer (whose bytes are not compressed).
+fn batches(
+    blob: &Arc<Blob>,
+    source: &Source,
+    mut claimed: Vec<(u32, Arc<Flight>)>,
+    for_peer: bool,
+) -> Vec<Batch> {
+    let place = |frame: u32| frame_of(source, frame).map_or((u32::MAX, 0), |f| (f.pack, f.offset));
+    claimed.sort_by_key(|(frame, _)| place(*frame));
+    let limit = if for_peer {
+        PART
+    } else {
+        blob.fetcher.config.batch_bytes
+    };
+    let mut batches: Vec<Batch> = Vec::new();
+    let (mut bytes, mut extents) = (0_u64, 0_usize);
+    for (frame, flight) in claimed {
+        let len = frame_of(source, frame).map_or(0, |f| {
+            u64::from(if for_peer { f.raw_len } else { f.stored_len })
+        });
+        let more = source.locator.extents_of_frame(frame).len();
+        let joins =
+            bytes.saturating_add(len) <= limit && !(for_peer && extents + more > MAX_RANGES);
         match batches.last_mut() {
             Some(batch) if joins => batch.frames.push((frame, flight)),
             _ => {
-                bytes = 0;
+                (bytes, extents) = (0, 0);
                 batches.push(Batch {
                     blob: Arc::clone(blob),
                     source: source.clone(),
@@ -88,14 +176,111 @@ pub(super) fn submit(blob: &Arc<Blob>, source: &Source, mut claimed: Vec<(u32, A
             }
         }
         bytes += len;
+        extents += more;
     }
-    for batch in batches {
-        // A pool that is closed hands the job back; dropping it fails its flights.
-        drop(blob.fetcher.pool.submit(Box::new(move || run(batch))));
+    batches
+}
+
+impl Batch {
+    /// Asks the home of these frames; if it does not help, whoever is their home without it. What
+    /// comes and is right lands; the rest stays.
+    fn ask(&mut self, peers: &Peers, home: &Arc<Member>) {
+        if !self.ask_one(peers, home) {
+            let first = self.frames.first().map(|(frame, _)| *frame);
+            let part = first.and_then(|frame| part_of(&self.blob, &self.source, frame));
+            let next = part.and_then(|part| peers.home(&self.blob.layer, part));
+            if let Some(next) = next.filter(|next| !Arc::ptr_eq(next, home)) {
+                self.ask_one(peers, &next);
+            }
+        }
+        for (_, flight) in &self.frames {
+            flight.go_direct();
+        }
+    }
+
+    /// Whether the peer answered truly.
+    fn ask_one(&mut self, peers: &Peers, peer: &Arc<Member>) -> bool {
+        let blob = Arc::clone(&self.blob);
+        let mut extents: Vec<u32> = self
+            .frames
+            .iter()
+            .flat_map(|(frame, _)| self.source.locator.extents_of_frame(*frame))
+            .copied()
+            .collect();
+        extents.sort_unstable();
+        extents.dedup();
+        let max_bytes: u64 = extents.iter().map(|i| blob.len_of(u64::from(*i))).sum();
+        if extents.len() > MAX_ASKED || max_bytes > MAX_ANSWER {
+            return false;
+        }
+        let ask = PeerAsk {
+            layer: blob.layer,
+            extents,
+            fill: true,
+        };
+        let Asked::Got(answer) = peers.ask(peer, &ask, max_bytes) else {
+            return false;
+        };
+        let Some(parts) = cut(&blob, &answer) else {
+            peers.lied(peer, &ask);
+            return false;
+        };
+        let mut got = 0;
+        let wanted: Vec<u32> = self.frames.iter().map(|(frame, _)| *frame).collect();
+        for frame in wanted {
+            let Some(bytes) = assemble(&self.source, frame, &parts) else {
+                continue;
+            };
+            match blob.keep(&self.source, frame, bytes, Origin::Peer) {
+                Outcome::Failed(_) => {
+                    peers.lied(peer, &ask);
+                    return false;
+                }
+                outcome => {
+                    let extents = self.source.locator.extents_of_frame(frame);
+                    let bytes: u64 = extents.iter().map(|i| blob.len_of(u64::from(*i))).sum();
+                    blob.counters.from_peers.fetch_add(bytes, Ordering::Relaxed);
+                    got += bytes;
+                    self.land(frame, outcome);
+                }
+            }
+        }
+        if got > 0 {
+            peers.helped(peer, got);
+        }
+        true
     }
 }
 
-/// Fetches one batch.
+/// A peer's answer by extents; `None` if it is not as long as they are.
+fn cut<'a>(blob: &Blob, answer: &'a PeerAnswer) -> Option<BTreeMap<u32, &'a [u8]>> {
+    let mut rest = answer.bytes.as_slice();
+    let mut parts = BTreeMap::new();
+    for extent in &answer.extents {
+        let len = usize::try_from(blob.len_of(u64::from(*extent))).ok()?;
+        let (this, others) = rest.split_at_checked(len)?;
+        parts.insert(*extent, this);
+        rest = others;
+    }
+    rest.is_empty().then_some(parts)
+}
+
+/// A frame as it is when it is decompressed, as far as the layer uses it; `None` if an extent is
+/// missing.
+fn assemble(source: &Source, frame: u32, parts: &BTreeMap<u32, &[u8]>) -> Option<Vec<u8>> {
+    let raw = usize::try_from(frame_of(source, frame)?.raw_len).ok()?;
+    let mut bytes = vec![0; raw];
+    for extent in source.locator.extents_of_frame(frame) {
+        let part = parts.get(extent)?;
+        let (_, start) = source.locator.extent(usize::try_from(*extent).ok()?)?;
+        let start = usize::try_from(start).ok()?;
+        let target = bytes.get_mut(start..start.checked_add(part.len())?)?;
+        target.copy_from_slice(part);
+    }
+    Some(bytes)
+}
+
+/// Fetches one batch from the store.
 fn run(mut batch: Batch) {
     let blob = Arc::clone(&batch.blob);
     let store = match blob.store() {
@@ -118,7 +303,7 @@ fn run(mut batch: Batch) {
                 .fetched_stored
                 .fetch_add(stored, Ordering::Relaxed);
             counted += stored;
-            let outcome = blob.keep(&batch.source, frame, bytes);
+            let outcome = blob.keep(&batch.source, frame, bytes, Origin::Store);
             batch.land(frame, outcome);
             Ok(())
         });
@@ -138,6 +323,7 @@ fn run(mut batch: Batch) {
         }
         Err(e) => {
             blob.fetcher.meter.fetched(begun.elapsed(), 1, counted);
+            batch.report(&e);
             let outcome = if e.is_damage() && blob.refresh(&batch.source, &store) {
                 Outcome::Moved
             } else {
@@ -193,12 +379,14 @@ impl Blob {
     }
 
     /// Verifies the extents of a frame and stores them.
-    fn keep(&self, source: &Source, frame: u32, bytes: Vec<u8>) -> Outcome {
+    fn keep(&self, source: &Source, frame: u32, bytes: Vec<u8>, origin: Origin) -> Outcome {
         let counters = &self.counters;
-        counters.frames.fetch_add(1, Ordering::Relaxed);
-        counters
-            .fetched_raw
-            .fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        if origin == Origin::Store {
+            counters.frames.fetch_add(1, Ordering::Relaxed);
+            counters
+                .fetched_raw
+                .fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        }
         let mut damaged = None;
         let mut good: Vec<Piece<'_>> = Vec::new();
         for index in source.locator.extents_of_frame(frame) {
@@ -228,7 +416,11 @@ impl Blob {
             }
         }
         let verified = good.iter().map(|piece| piece.bytes.len() as u64).sum();
-        self.fetcher.meter.frame(bytes.len() as u64, verified);
+        let raw = match origin {
+            Origin::Store => bytes.len() as u64,
+            Origin::Peer => 0,
+        };
+        self.fetcher.meter.frame(raw, verified);
         // What is here already, because only a part of the frame was evicted, is not written again.
         good.retain(|piece| !self.cache.has(piece.index));
         good.sort_by_key(|piece| piece.index);

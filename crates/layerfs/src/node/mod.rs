@@ -8,6 +8,7 @@
 //! ROOT/stacks/STACK/        plan.json; meta.erofs and mnt/ of a generated layer
 //! ROOT/manifests/           manifests by digest
 //! ROOT/leases/              who uses what
+//! ROOT/profiles/            what was learnt of stacks' first reads
 //! ROOT/pins.json            layers that eviction leaves alone
 //! ROOT/node-id              the node's name in the leases that it takes in stores
 //! ```
@@ -22,6 +23,7 @@
 mod backing;
 mod caches;
 mod layer;
+mod learn;
 mod lease;
 mod prefetch;
 mod recording;
@@ -30,10 +32,12 @@ mod stack;
 mod status;
 mod store_lease;
 mod sweep;
+mod trace;
 mod types;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::{Read, Seek, Write};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
@@ -51,10 +55,12 @@ use crate::cache::BootId;
 use crate::error::{IoContext, LayerfsError, Result};
 use crate::fetch::Fetcher;
 use crate::fuse::Session;
+use crate::peers::PeerLink;
 use crate::record::Recordings;
 use crate::sync::{AtomicBool, AtomicU64, Condvar, Mutex, Ordering, RwLock};
 
 use layer::{Slot, StoreRef};
+use learn::Learner;
 use lease::Record;
 use prefetch::Prefetches;
 use registry::Registry;
@@ -62,6 +68,7 @@ use store_lease::StoreLeases;
 
 pub use backing::ErofsBacking;
 pub use caches::{CacheChecked, CacheStatus, CachedLayer, Evicted};
+pub use learn::{LearntProfile, PublishedProfile};
 pub use prefetch::{PrefetchMode, PrefetchSpec};
 pub use recording::{Recorded, RecordingBegun};
 pub use status::NodeMetrics;
@@ -98,6 +105,8 @@ pub struct Node {
     stopped: AtomicBool,
     recordings: Arc<Recordings>,
     prefetches: Prefetches,
+    learner: Learner,
+    peers: Mutex<Option<PeerLink>>,
     /// Layers that eviction leaves alone.
     pins: Mutex<BTreeSet<LayerId>>,
     housekeeper: Housekeeper,
@@ -128,7 +137,15 @@ impl Node {
         let lock = take_lock(&root)?;
         let mut problems = Vec::new();
         sweep::unmount_stale(&root, &mut problems)?;
-        for name in ["blobs", "cache", "layers", "stacks", "manifests", "leases"] {
+        for name in [
+            "blobs",
+            "cache",
+            "layers",
+            "stacks",
+            "manifests",
+            "leases",
+            "profiles",
+        ] {
             let path = root.join(name);
             let mut builder = std::fs::DirBuilder::new();
             builder.recursive(true).mode(0o700);
@@ -140,6 +157,7 @@ impl Node {
         let fetcher = Fetcher::new(config.fetch);
         let session = serve_blobs(&config, &root, &registry)?;
         let store_leases = StoreLeases::new(&root)?;
+        let learner = Learner::new(&root);
         let pins = caches::load_pins(&root, &mut problems);
         let records = Record::load_all(&root.join("leases"), &mut problems);
         let node = Arc::new(Self {
@@ -162,6 +180,8 @@ impl Node {
             stopped: AtomicBool::new(false),
             recordings,
             prefetches: Prefetches::new(),
+            learner,
+            peers: Mutex::new(None),
             pins: Mutex::new(pins),
             housekeeper: Housekeeper::default(),
         });
@@ -170,6 +190,8 @@ impl Node {
         node.fetcher
             .set_cold(Box::new(caches::Cold(Arc::downgrade(&node))));
         node.keep_house()?;
+        let peers = PeerLink::start(&node.config.peers, node.store_leases.id(), &node.fetcher)?;
+        *node.peers.lock() = peers;
         Ok(node)
     }
 
@@ -177,6 +199,12 @@ impl Node {
     #[must_use]
     pub fn root(&self) -> &Path {
         &self.root
+    }
+
+    /// Where peers are answered, if they are.
+    #[must_use]
+    pub fn peer_address(&self) -> Option<SocketAddr> {
+        self.peers.lock().as_ref().and_then(PeerLink::address)
     }
 
     fn blobs_dir(&self) -> PathBuf {
@@ -266,6 +294,11 @@ impl Node {
                 ));
             }
         }
+        self.learn_due(false);
+        self.end_forgotten_traces();
+        if let Some(peers) = self.peers.lock().as_ref() {
+            peers.listen();
+        }
         self.trim_idle();
         // Not beside a stack that is on its way up: it is named already, and not mounted yet.
         if let Some(_alone) = self.stacking.try_write() {
@@ -328,7 +361,9 @@ impl Node {
         {
             let _ = thread.join();
         }
+        self.learn_due(true);
         self.prefetches.cancel_all();
+        drop(self.peers.lock().take());
         self.fetcher.close(END_LIMIT);
         self.prefetches.close(END_LIMIT);
         self.checkpoint();

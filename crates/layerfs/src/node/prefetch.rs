@@ -8,14 +8,16 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use layerpack_store::profile::Profile;
+use layerpack_store::profile::{Profile, ProfileEntry};
 use layerpack_store::{Digest, LayerId, LayerStore, StoreError};
 use serde::{Deserialize, Serialize};
 
 use super::Node;
+use super::stack::stack_digest;
 use crate::error::{LayerfsError, Result};
 use crate::fetch::{AheadOptions, Blob, Cancel, fetch_ahead};
-use crate::pool::Pool;
+use crate::learnt::{Learnt, is_worth};
+use crate::pool::{Job, Pool};
 use crate::sync::Mutex;
 
 /// Stacks that are fetched for at once.
@@ -67,6 +69,11 @@ impl Prefetches {
             pool: Pool::new("prefetch", AT_ONCE, QUEUE),
             running: Running::default(),
         }
+    }
+
+    /// Has something done in the background. Gives it back if there is too much of that.
+    pub(super) fn submit(&self, job: Job) -> Result<(), Job> {
+        self.pool.submit(job)
     }
 
     /// Ends what is fetched for a lease.
@@ -126,6 +133,7 @@ impl Node {
             layers,
             blobs,
             rate: self.config.fill_bytes_per_second,
+            learnt: Arc::clone(&self.learner.learnt),
             cancel,
         };
         let running = Arc::clone(&self.prefetches.running);
@@ -151,15 +159,16 @@ struct Task {
     layers: Vec<LayerId>,
     blobs: BTreeMap<LayerId, Arc<Blob>>,
     rate: Option<u64>,
+    learnt: Arc<Learnt>,
     cancel: Arc<Cancel>,
 }
 
 impl Task {
     fn run(&self) {
-        match choose(&self.store, &self.layers, self.spec.profile.as_deref()) {
-            Ok(Some((digest, profile))) => self.follow(&digest, &profile),
+        match self.choose() {
+            Ok(Some((name, profile))) => self.follow(&name, &profile),
             Ok(None) => {
-                tracing::debug!(lease = %self.lease, "the store has no profile of this stack")
+                tracing::debug!(lease = %self.lease, "there is no profile of this stack")
             }
             Err(error) => {
                 tracing::warn!(lease = %self.lease, error = %error, "no profile can be had");
@@ -171,16 +180,73 @@ impl Task {
     }
 
     /// What the profile names, ahead of whoever reads.
-    fn follow(&self, digest: &Digest, profile: &Profile) {
-        let extents = profile.entries.iter().filter_map(|entry| {
+    fn follow(&self, name: &str, profile: &Profile) {
+        if let Err(why) = self.fits(profile) {
+            tracing::warn!(lease = %self.lease, profile = name, "the profile is ignored: {why}");
+            return;
+        }
+        let worth = |entry: &&ProfileEntry| is_worth(profile, entry.count);
+        let extents = profile.entries.iter().filter(worth).filter_map(|entry| {
             let layer = profile.layers.get(usize::try_from(entry.layer).ok()?)?;
             let blob = self.blobs.get(&layer.layer)?;
             let index = u64::from(entry.extent);
             (index < blob.cache().extents()).then(|| (Arc::clone(blob), index))
         });
         let report = fetch_ahead(extents, AheadOptions::default(), &self.cancel);
-        tracing::info!(lease = %self.lease, profile = %digest, fetched = report.fetched,
+        tracing::info!(lease = %self.lease, profile = name, fetched = report.fetched,
             present = report.present, end = ?report.end, "fetched ahead");
+    }
+
+    /// The profile that is named, else what the node has learnt of the stack or, going down, of
+    /// what it is made on, else the best that the store has.
+    fn choose(&self) -> Result<Option<(String, Profile)>, StoreError> {
+        if self.spec.profile.is_none() {
+            let mut unique: Vec<LayerId> = Vec::with_capacity(self.layers.len());
+            for layer in &self.layers {
+                unique.retain(|known| known != layer);
+                unique.push(*layer);
+            }
+            for height in (1..=unique.len()).rev().take(TOPS) {
+                let layers = unique.get(..height).unwrap_or_default();
+                if let Some(profile) = self.learnt.get(&stack_digest(layers), layers) {
+                    return Ok(Some(("learnt by this node".to_owned(), profile)));
+                }
+            }
+        }
+        let found = choose(&self.store, &self.layers, self.spec.profile.as_deref())?;
+        Ok(found.map(|(digest, profile)| (digest.to_string(), profile)))
+    }
+
+    /// Whether a profile speaks of the layers as they are: one of a version with other contents
+    /// says nothing.
+    fn fits(&self, profile: &Profile) -> std::result::Result<(), String> {
+        let known = profile
+            .layers
+            .iter()
+            .filter(|l| self.layers.contains(&l.layer));
+        if known.count() == 0 {
+            return Err("it is of other layers, or of other versions of them".to_owned());
+        }
+        for entry in &profile.entries {
+            let layer = usize::try_from(entry.layer)
+                .ok()
+                .and_then(|at| profile.layers.get(at));
+            let Some(blob) = layer.and_then(|layer| self.blobs.get(&layer.layer)) else {
+                continue;
+            };
+            let extent = usize::try_from(entry.extent)
+                .ok()
+                .and_then(|at| blob.map().extents().get(at));
+            if extent.is_none_or(|extent| extent.len != entry.len) {
+                return Err(format!(
+                    "layer {} has no extent {} of {} bytes",
+                    blob.layer(),
+                    entry.extent,
+                    entry.len
+                ));
+            }
+        }
+        Ok(())
     }
 
     /// Everything, behind whoever reads; the top layer first.
@@ -207,7 +273,7 @@ fn choose(
     named: Option<&str>,
 ) -> Result<Option<(Digest, Profile)>, StoreError> {
     if let Some(name) = named {
-        return store.find_profile(name).map(Some);
+        return store.find_profile_of(name, layers).map(Some);
     }
     for top in layers.iter().rev().take(TOPS) {
         let fitting = store.profiles(Some(top))?.into_iter().filter_map(|stored| {

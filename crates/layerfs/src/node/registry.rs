@@ -101,6 +101,7 @@ impl Registry {
             return (entry.blob.layer() == layer).then(|| Arc::clone(entry));
         }
         blob.taps.set(self.recordings.taps(layer));
+        blob.taps.watch(self.recordings.traces.of(layer));
         let entry = Arc::new(Entry {
             ino,
             blob,
@@ -113,10 +114,11 @@ impl Registry {
         Some(entry)
     }
 
-    /// Has a layer's reads told to the recordings of it that run now.
+    /// Has a layer's reads told to the recordings and traces of it that run now.
     pub(super) fn tap(&self, layer: LayerId, recordings: &Recordings) {
         if let Some(entry) = self.get(layer) {
             entry.blob.taps.set(recordings.taps(layer));
+            entry.blob.taps.watch(recordings.traces.of(layer));
         }
     }
 
@@ -188,7 +190,7 @@ impl BlobSource for Registry {
         entry.opens.fetch_add(1, Ordering::AcqRel);
         // What the kernel has cached would not be seen by a recording.
         match self.mode {
-            OpenMode::Cached if entry.blob.taps.any() => Ok(OpenMode::Fresh),
+            OpenMode::Cached if entry.blob.taps.loud() => Ok(OpenMode::Fresh),
             mode => Ok(mode),
         }
     }

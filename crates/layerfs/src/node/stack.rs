@@ -28,7 +28,7 @@ struct Plan {
 const PLAN_FORMAT: u32 = 1;
 
 /// Identity of a stack: of what its layers hold, in order.
-fn stack_digest(layers: &[LayerId]) -> Digest {
+pub(super) fn stack_digest(layers: &[LayerId]) -> Digest {
     let mut hasher = Hasher::new();
     hasher.update(b"layerpack stack v1\0");
     for layer in layers {
@@ -100,6 +100,7 @@ impl Node {
                     record.clone()
                 };
                 record.save(&self.root.join("leases"))?;
+                self.learn_begin(&record.info);
                 Ok(record.info.stack)
             });
         if result.is_err() {
@@ -119,6 +120,7 @@ impl Node {
         let store = StoreRef::Address(record.info.store.clone());
         let parsed = self.manifests(&store, &record.info.manifests)?;
         self.bring_stack_up(&store, parsed, &record.info.manifests)?;
+        self.learner.note(&record.info.stack.layers);
         Ok(())
     }
 
@@ -282,6 +284,7 @@ impl Node {
     pub fn release(&self, id: &str) -> Result<()> {
         check_id(id)?;
         self.prefetches.cancel(id);
+        self.learn_end(id);
         let known = self.leases.lock().contains_key(id);
         if !known {
             return Err(LayerfsError::UnknownLease { id: id.to_owned() });

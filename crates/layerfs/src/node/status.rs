@@ -8,6 +8,7 @@ use layerpack_store::{Digest, LayerId, Manifest};
 use super::Node;
 use super::types::{LayerStatus, NodeStatus, Totals};
 use crate::fetch::{MeterStatus, SpaceStatus};
+use crate::peers::{PeerLink, PeerStatus};
 use crate::sync::Ordering;
 
 /// A node's counters and gauges, for monitoring.
@@ -21,12 +22,26 @@ pub struct NodeMetrics {
     pub meta_fetched: u64,
     /// Requests of the kernel.
     pub fuse_requests: u64,
+    /// Memory that this process takes up, in bytes.
+    pub rss: u64,
+    /// Stacks of which something was learnt.
+    pub learnt: u64,
+    /// What came of peers.
+    pub peers: PeerStatus,
     /// Layers whose data is served now.
     pub layers_served: u64,
     /// Leases held now.
     pub leases: u64,
     /// Problems listed in the status now.
     pub problems: u64,
+}
+
+/// Memory that this process takes up; 0 if the kernel does not say.
+fn resident_bytes() -> u64 {
+    let status = fs_err::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:"));
+    line.and_then(|rest| rest.trim().strip_suffix("kB")?.trim().parse::<u64>().ok())
+        .map_or(0, |kib| kib.saturating_mul(1024))
 }
 
 impl Node {
@@ -66,6 +81,14 @@ impl Node {
                 self.layer_status(id, &manifest, digest, mounted.binary_search(&id).is_ok())
             })
             .collect();
+        let waiting = self.fetcher.waiting_by_layer();
+        let mut layers = layers;
+        for layer in &mut layers {
+            if let Some((count, oldest)) = waiting.get(&layer.layer_id) {
+                layer.waiting = *count;
+                layer.oldest_wait_ms = u64::try_from(oldest.as_millis()).unwrap_or(u64::MAX);
+            }
+        }
         let sum = |field: fn(&LayerStatus) -> u64| layers.iter().map(field).sum::<u64>();
         let space = self.fetcher.space();
         let meta_fetched = self.meta_fetched.load(Ordering::Relaxed);
@@ -88,6 +111,7 @@ impl Node {
             served_bytes: sum(|l| l.served_bytes),
             errors: sum(|l| l.errors),
             inflight_bytes: self.fetcher.inflight_bytes(),
+            rss_bytes: resident_bytes(),
             fuse_requests: self.session.lock().as_ref().map_or(0, |s| s.requests()),
             cache_used_bytes: space.used,
             cache_max_bytes: space.max.unwrap_or(0),
@@ -98,6 +122,11 @@ impl Node {
             layers,
             totals,
             problems: self.problems.lock().clone(),
+            peers: self
+                .peers
+                .lock()
+                .as_ref()
+                .map_or_else(Vec::new, PeerLink::list),
         }
     }
 
@@ -109,6 +138,13 @@ impl Node {
             space: self.fetcher.space(),
             meta_fetched: self.meta_fetched.load(Ordering::Relaxed),
             fuse_requests: self.session.lock().as_ref().map_or(0, |s| s.requests()),
+            peers: self
+                .peers
+                .lock()
+                .as_ref()
+                .map_or_else(PeerStatus::default, PeerLink::status),
+            rss: resident_bytes(),
+            learnt: self.learner.learnt.count(),
             layers_served: self.registry.entries().len() as u64,
             leases: self.leases.lock().len() as u64,
             problems: self.problems.lock().len() as u64,
@@ -142,6 +178,9 @@ impl Node {
             fetched_raw_bytes: 0,
             requests: 0,
             frames: 0,
+            from_peers_bytes: 0,
+            waiting: 0,
+            oldest_wait_ms: 0,
             written_bytes: 0,
             served_bytes: 0,
             reads: 0,
@@ -162,6 +201,7 @@ impl Node {
         status.fetched_bytes = counters.fetched_stored.load(Ordering::Relaxed);
         status.fetched_raw_bytes = counters.fetched_raw.load(Ordering::Relaxed);
         status.requests = counters.requests.load(Ordering::Relaxed);
+        status.from_peers_bytes = counters.from_peers.load(Ordering::Relaxed);
         status.frames = counters.frames.load(Ordering::Relaxed);
         status.written_bytes = entry.blob.cache().written_bytes();
         status.served_bytes = counters.served.load(Ordering::Relaxed);

@@ -42,6 +42,11 @@ struct Entry {
 }
 
 impl StoreLeases {
+    /// The node's identity.
+    pub(super) fn id(&self) -> &str {
+        &self.id
+    }
+
     pub(super) fn new(root: &Path) -> Result<Self> {
         let path = root.join("node-id");
         let known = fs_err::read_to_string(&path).ok();

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::backing::ErofsBacking;
 use crate::fetch::FetchConfig;
 use crate::fuse::{OpenMode, SessionConfig};
+use crate::peers::{PeerInfo, PeersConfig};
 
 /// Opens a store by the address that its [`LayerStore::url`] gave: after a restart the node
 /// knows stores only by it.
@@ -37,6 +38,12 @@ pub struct NodeConfig {
     pub idle_layers: usize,
     /// Bytes a second that a fill of whole layers fetches, at most.
     pub fill_bytes_per_second: Option<u64>,
+    /// How long after a mount the node learns from its reads; `None`: it learns nothing.
+    pub learn: Option<Duration>,
+    /// Give what is learnt to the stack's store.
+    pub publish_profiles: bool,
+    /// Nodes that help each other with what they have.
+    pub peers: PeersConfig,
     /// Time between two rounds of housekeeping: cache checkpoints, leases of dead processes.
     pub housekeeping: Duration,
     /// Opens stores by address.
@@ -67,6 +74,9 @@ impl NodeConfig {
             read_ahead_kb: 1024,
             idle_layers: 64,
             fill_bytes_per_second: Some(64 << 20),
+            learn: Some(Duration::from_secs(60)),
+            publish_profiles: false,
+            peers: PeersConfig::default(),
             housekeeping: Duration::from_secs(15),
             open_store: Arc::new(|url| layerpack_store::open_url(url).map(LayerStore::new)),
         }
@@ -150,6 +160,15 @@ pub struct LayerStatus {
     pub requests: u64,
     /// Frames fetched.
     pub frames: u64,
+    /// Reads that wait for a fetch now.
+    #[serde(default)]
+    pub waiting: u64,
+    /// How long the oldest of them has waited, in milliseconds.
+    #[serde(default)]
+    pub oldest_wait_ms: u64,
+    /// Bytes of data that peers gave, uncompressed.
+    #[serde(default)]
+    pub from_peers_bytes: u64,
     /// Bytes written to the cache.
     pub written_bytes: u64,
     /// Bytes given to the kernel.
@@ -203,6 +222,9 @@ pub struct Totals {
     pub errors: u64,
     /// Bytes of frames that readers wait for right now.
     pub inflight_bytes: u64,
+    /// Memory that the serving process takes up.
+    #[serde(default)]
+    pub rss_bytes: u64,
     /// Requests of the kernel so far.
     pub fuse_requests: u64,
     /// What all caches take up on disk: as measured last, and what was written since.
@@ -227,4 +249,7 @@ pub struct NodeStatus {
     pub totals: Totals,
     /// What went wrong without stopping the node, newest last.
     pub problems: Vec<String>,
+    /// Nodes that this one asks for what they have.
+    #[serde(default)]
+    pub peers: Vec<PeerInfo>,
 }

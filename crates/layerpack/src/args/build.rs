@@ -1,7 +1,9 @@
 //! Options of `layerpack build`.
 
 use std::ffi::OsString;
+use std::num::ParseIntError;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use clap::Args;
 use layerpack_packer::{IdMapRange, Limits, Owners};
@@ -73,14 +75,14 @@ pub(crate) struct BuildArgs {
     /// layer reads no files
     #[arg(long)]
     pub(crate) git_index: bool,
-    /// Clamp times that are later than this many seconds since 1970
+    /// Clamp times that are later than this many seconds since 1970; empty: do not
     #[arg(
         long,
         env = "SOURCE_DATE_EPOCH",
         value_name = "SECONDS",
         allow_negative_numbers = true
     )]
-    pub(crate) source_date_epoch: Option<i64>,
+    pub(crate) source_date_epoch: Option<Epoch>,
     /// Read every file and every frame that is shared anew, whatever earlier builds remember
     #[arg(long)]
     pub(crate) no_cache: bool,
@@ -92,6 +94,21 @@ pub(crate) struct BuildArgs {
     pub(crate) jobs: Option<u16>,
     #[command(flatten)]
     pub(crate) limits: LimitArgs,
+}
+
+/// Seconds since 1970, or nothing: an empty variable is as good as none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Epoch(pub(crate) Option<i64>);
+
+impl FromStr for Epoch {
+    type Err = ParseIntError;
+
+    fn from_str(text: &str) -> Result<Self, ParseIntError> {
+        match text.trim() {
+            "" => Ok(Self(None)),
+            text => text.parse().map(|seconds| Self(Some(seconds))),
+        }
+    }
 }
 
 /// What of a source is packed, and whose it becomes.
@@ -134,8 +151,8 @@ pub(crate) struct LimitArgs {
     /// Most entries [default: 20000000]
     #[arg(long, value_name = "N")]
     pub(crate) max_entries: Option<u64>,
-    /// Most bytes of contents, or of the uncompressed archive or image, such as 20g; holes of
-    /// sparse files do not count [default: 4t]
+    /// Most bytes of contents, holes of sparse files included, and of the uncompressed archive or
+    /// image, such as 20g [default: 4t, without holes]
     #[arg(long, value_name = "BYTES")]
     pub(crate) max_bytes: Option<Bytes>,
     /// Most uncompressed bytes for each stored one of a compressed archive, counted from 1 GiB on
@@ -161,6 +178,7 @@ impl LimitArgs {
         Limits {
             max_entries: self.max_entries.unwrap_or(defaults.max_entries),
             max_bytes: bytes(self.max_bytes, defaults.max_bytes),
+            max_apparent: bytes(self.max_bytes, defaults.max_apparent),
             max_ratio: self.max_ratio.unwrap_or(defaults.max_ratio),
             max_path: bytes(self.max_path, defaults.max_path),
             max_depth: self.max_depth.unwrap_or(defaults.max_depth),

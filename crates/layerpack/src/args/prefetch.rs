@@ -3,7 +3,12 @@
 use anyhow::bail;
 use clap::Args;
 use layerpack_layerfs::{PrefetchMode, PrefetchSpec};
-use layerpack_store::LayerStore;
+use layerpack_store::profile::Profile;
+use layerpack_store::{LayerId, LayerStore};
+
+use crate::context::Context;
+use crate::output::warning;
+use crate::stack::StackLayer;
 
 /// What is fetched before it is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -23,8 +28,8 @@ pub(crate) struct PrefetchArgs {
     /// What to fetch before it is read
     #[arg(long, value_enum, value_name = "WHAT", default_value_t = PrefetchArg::Profile)]
     pub(crate) prefetch: PrefetchArg,
-    /// The access profile to go by, by name or digest [default: the one that the store has for the
-    /// stack]
+    /// The access profile to go by, by name or digest [default: what the node has learnt of the
+    /// stack, else the one that the store has for it]
     #[arg(long, value_name = "PROFILE")]
     pub(crate) profile: Option<String>,
 }
@@ -38,11 +43,17 @@ impl PrefetchArgs {
         }
     }
 
-    /// For the daemon; a profile that is named is looked up, so that an error is the command's.
+    /// For the daemon, to mount `layers`; a profile that is named is looked up, so that an error is
+    /// the command's.
     ///
     /// # Errors
     /// When the profile is not in the store, or nothing is to be fetched by it.
-    pub(crate) fn spec(&self, store: &LayerStore) -> anyhow::Result<PrefetchSpec> {
+    pub(crate) fn spec(
+        &self,
+        context: &Context,
+        store: &LayerStore,
+        layers: &[StackLayer],
+    ) -> anyhow::Result<PrefetchSpec> {
         let mode = match self.prefetch {
             PrefetchArg::None => PrefetchMode::None,
             PrefetchArg::Meta => PrefetchMode::Meta,
@@ -54,8 +65,40 @@ impl PrefetchArgs {
             (Some(_), PrefetchMode::None | PrefetchMode::Meta) => {
                 bail!("--profile says what to fetch ahead: it goes with --prefetch profile or all")
             }
-            (Some(name), _) => Some(store.find_profile(name)?.0.to_string()),
+            (Some(name), _) => {
+                let stack: Vec<LayerId> = layers.iter().map(|l| l.manifest.layer_id()).collect();
+                let (digest, profile) = store.find_profile_of(name, &stack)?;
+                if context.says_warnings() {
+                    for text in misfits(store, name, &profile, layers) {
+                        warning(&text);
+                    }
+                }
+                Some(digest.to_string())
+            }
         };
         Ok(PrefetchSpec { mode, profile })
     }
+}
+
+/// What a profile does not have in common with a stack.
+fn misfits(
+    store: &LayerStore,
+    name: &str,
+    profile: &Profile,
+    layers: &[StackLayer],
+) -> Vec<String> {
+    let strange = profile.layers.iter().filter(|of| {
+        let here = |l: &&StackLayer| l.manifest.layer_id() == of.layer;
+        !layers.iter().any(|l| here(&l))
+    });
+    strange
+        .map(|of| {
+            let layer = store
+                .manifest(&of.manifest)
+                .map_or_else(|_| of.layer.to_string(), |m| m.reference().to_string());
+            format!(
+                "profile {name} speaks of {layer} as it is not in this stack: that part of it is ignored"
+            )
+        })
+        .collect()
 }

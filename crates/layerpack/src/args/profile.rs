@@ -26,6 +26,10 @@ pub(crate) enum ProfileCommand {
     Merge(ProfileMergeArgs),
     /// Remove profiles
     Rm(ProfileShowArgs),
+    /// List what this node has learnt by itself from the first reads of its mounts
+    Learned,
+    /// Store what this node has learnt beside the layers, merged with what other nodes learnt
+    Publish(ProfilePublishArgs),
 }
 
 #[derive(Debug, Args)]
@@ -59,6 +63,13 @@ pub(crate) struct ProfileShowArgs {
     /// Names or digests of profiles (the first digits are enough)
     #[arg(required = true, value_name = "PROFILE")]
     pub(crate) profiles: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ProfilePublishArgs {
+    /// A stack, bottom first [default: all whose layers the store has]
+    #[arg(value_name = "REF")]
+    pub(crate) refs: Vec<String>,
 }
 
 #[derive(Debug, Args)]

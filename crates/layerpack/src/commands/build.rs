@@ -75,6 +75,9 @@ pub(super) fn options(
             "--per-layer is for images: oci:DIR, docker-archive:FILE or registry:HOST/REPOSITORY"
         );
     }
+    if args.plain_http {
+        bail!("--plain-http is for images from a registry: registry:HOST/REPOSITORY");
+    }
     let source: Source = args.from.parse()?;
     let mut options = BuildOptions::new(reference, source);
     options.at = args.at.map(OsStringExt::into_vec);
@@ -90,7 +93,7 @@ pub(super) fn options(
     options.annotations = annotations(&args.annotation)?;
     options.level = args.level;
     options.jobs = args.jobs.map_or(0, usize::from);
-    options.source_date_epoch = args.source_date_epoch;
+    options.source_date_epoch = args.source_date_epoch.and_then(|epoch| epoch.0);
     options.owners = args.select.owners();
     options.includes = args.select.include;
     options.excludes = args.select.exclude;

@@ -162,6 +162,7 @@ pub(super) fn resolve(context: &Context, command: &mut Command) -> anyhow::Resul
         Command::Seed(args) => &mut args.layers,
         Command::Profile(args) => match &mut args.command {
             ProfileCommand::Record(args) => &mut args.refs,
+            ProfileCommand::Publish(args) => &mut args.refs,
             _ => return Ok(()),
         },
         Command::Cache(args) => match &mut args.command {

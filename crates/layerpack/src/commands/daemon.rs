@@ -32,6 +32,7 @@ pub(super) fn run(context: &Context, args: DaemonArgs) -> Outcome {
         cache_max: None,
         fill_rate: None,
         metrics_listen: None,
+        node: Box::default(),
         config: None,
     }) {
         DaemonCommand::Run {
@@ -40,6 +41,7 @@ pub(super) fn run(context: &Context, args: DaemonArgs) -> Outcome {
             cache_max,
             fill_rate,
             metrics_listen,
+            node,
             config,
         } => {
             let given = Given {
@@ -47,6 +49,7 @@ pub(super) fn run(context: &Context, args: DaemonArgs) -> Outcome {
                 cache_max,
                 fill_rate,
                 metrics_listen,
+                node: *node,
             };
             serve(context, detached, policy, given)
         }
@@ -199,6 +202,14 @@ fn describe(out: &mut dyn Write, status: &api::Status) -> io::Result<()> {
         human_bytes(totals.cache_used_bytes),
         totals.evictions
     )?;
+    if !status.node.peers.is_empty() {
+        let used = status.node.peers.iter().filter(|peer| peer.used).count();
+        writeln!(
+            out,
+            "{used} of {} peers are asked before the store",
+            status.node.peers.len()
+        )?;
+    }
     if !status.node.layers.is_empty() {
         writeln!(out)?;
         let mut table = Table::new(&[
@@ -237,7 +248,7 @@ fn describe(out: &mut dyn Write, status: &api::Status) -> io::Result<()> {
 }
 
 /// What people know a lease's owner by: the mount point, the sandbox, the process.
-fn holder(root: &Path, lease: &LeaseSpec) -> String {
+pub(super) fn holder(root: &Path, lease: &LeaseSpec) -> String {
     match (lease.owner.as_str(), lease.pid) {
         ("mount", _) => match Place::of_lease(root, &lease.id).record() {
             Ok(Some(record)) => record.directory.display().to_string(),

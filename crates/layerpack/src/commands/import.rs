@@ -58,7 +58,7 @@ pub(super) fn options(
     options.labels = labels(&args.label)?;
     options.level = args.level;
     options.jobs = args.jobs.map_or(0, usize::from);
-    options.source_date_epoch = args.source_date_epoch;
+    options.source_date_epoch = args.source_date_epoch.and_then(|epoch| epoch.0);
     options.annotations = annotations(&args.annotation)?;
     options.owners = args.select.owners();
     options.includes = args.select.include;

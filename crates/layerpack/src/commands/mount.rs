@@ -59,7 +59,7 @@ pub(super) fn run(context: &Context, args: MountArgs) -> Outcome {
     let (references, dir) = split(args.refs_and_dir)?;
     let store = context.store()?;
     let layers = stack::resolve(&store, &references)?;
-    let prefetch = args.prefetch.spec(&store)?;
+    let prefetch = args.prefetch.spec(context, &store, &layers)?;
     let directory =
         fs_err::canonicalize(&dir).context("the mount point must exist (create it with mkdir)")?;
     if !directory.is_dir() {

@@ -1,5 +1,7 @@
 //! `layerpack profile`: recording, listing and merging what environments read.
 
+mod learnt;
+
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -90,6 +92,8 @@ pub(super) fn run(context: &Context, args: ProfileArgs) -> Outcome {
         ProfileCommand::Show(args) => show(context, &args),
         ProfileCommand::Merge(args) => merge(context, &args),
         ProfileCommand::Rm(args) => remove(context, &args),
+        ProfileCommand::Learned => learnt::list(context),
+        ProfileCommand::Publish(args) => learnt::publish(context, &args),
     }
 }
 

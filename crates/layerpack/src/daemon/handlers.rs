@@ -1,6 +1,8 @@
 //! One function per request of the API.
 
 pub(super) mod cache;
+pub(super) mod profiles;
+pub(super) mod traces;
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -125,7 +127,7 @@ impl From<LayerfsError> for Refusal {
             LayerfsError::Store(
                 StoreError::Missing { .. } | StoreError::UnknownReference { .. },
             ) => StatusCode::NOT_FOUND,
-            LayerfsError::NotCached { .. } => StatusCode::NOT_FOUND,
+            LayerfsError::NotCached { .. } | LayerfsError::Trace { .. } => StatusCode::NOT_FOUND,
             LayerfsError::InvalidLease { .. } | LayerfsError::Stack { .. } => {
                 StatusCode::BAD_REQUEST
             }

@@ -13,6 +13,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use layerpack_layerfs::NodeMetrics;
 use layerpack_layerfs::fetch::{BUCKETS_MS, ERROR_KINDS, Latencies};
+use layerpack_layerfs::peers::PEER_FAILURES;
 use tokio::net::TcpListener;
 
 use super::handlers::Server;
@@ -165,6 +166,48 @@ fn simple(m: &NodeMetrics) -> Vec<Simple> {
         ),
         ("layerpack_leases", g, "Leases held now", m.leases),
         (
+            "layerpack_daemon_rss_bytes",
+            g,
+            "Memory that the daemon takes up",
+            m.rss,
+        ),
+        (
+            "layerpack_learned_stacks",
+            g,
+            "Stacks of which the node has learnt what is read first",
+            m.learnt,
+        ),
+        (
+            "layerpack_peers",
+            g,
+            "Other nodes that are asked for data at present",
+            m.peers.members,
+        ),
+        (
+            "layerpack_peer_requests_total",
+            c,
+            "Requests for layer data to other nodes",
+            m.peers.requests,
+        ),
+        (
+            "layerpack_peer_received_bytes_total",
+            c,
+            "Bytes of layer data from other nodes that were right, uncompressed",
+            m.peers.received,
+        ),
+        (
+            "layerpack_peer_served_requests_total",
+            c,
+            "Requests of other nodes that were answered with data",
+            m.peers.served_requests,
+        ),
+        (
+            "layerpack_peer_served_bytes_total",
+            c,
+            "Bytes of layer data given to other nodes, uncompressed",
+            m.peers.served,
+        ),
+        (
             "layerpack_problems",
             g,
             "Problems that the daemon's status lists now",
@@ -219,6 +262,16 @@ fn render(metrics: &NodeMetrics) -> String {
         "Reads that failed, by kind of error",
     );
     for (kind, count) in ERROR_KINDS.iter().zip(metrics.meter.errors) {
+        let _ = writeln!(out, "{name}{{kind=\"{kind}\"}} {count}");
+    }
+    let name = "layerpack_peer_failures_total";
+    head(
+        &mut out,
+        name,
+        "counter",
+        "Requests to other nodes that did not help, by what was wrong",
+    );
+    for (kind, count) in PEER_FAILURES.iter().zip(metrics.peers.failures) {
         let _ = writeln!(out, "{name}{{kind=\"{kind}\"}} {count}");
     }
     histogram(

@@ -8,6 +8,8 @@
 mod attributes;
 mod capture;
 mod file;
+mod files;
+mod gather;
 mod open;
 mod read;
 mod scan;
@@ -15,7 +17,7 @@ mod scan;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use layerpack_erofs::{Metadata, NodeId, Timestamp};
+use layerpack_erofs::{Metadata, Timestamp};
 use rustix::fs::Stat;
 
 use crate::cache::Place;
@@ -26,6 +28,7 @@ use crate::warnings::Warnings;
 
 pub(crate) use self::capture::{Captured, Which};
 pub(crate) use self::file::Identity;
+use self::files::{Block, FileRecord, Files};
 pub(crate) use self::open::{Dirs, Opener, proc_path};
 
 /// Files up to this size come first, as in the layer.
@@ -60,82 +63,6 @@ pub(crate) trait View: Sync {
         xattrs: BTreeMap<Vec<u8>, Vec<u8>>,
         warnings: &mut Warnings,
     ) -> Result<Meaning>;
-
-    /// How often a file that changed while it was read is read again.
-    fn retries(&self) -> u32 {
-        0
-    }
-}
-
-/// Files whose records lie together in memory.
-const BLOCK: usize = 4096;
-
-/// A file whose bytes are to be stored.
-#[derive(Debug)]
-struct FileRecord {
-    node: NodeId,
-    dir: u32,
-    /// Where its name begins in [`Block::names`].
-    name: u32,
-    len: u8,
-    identity: Identity,
-}
-
-/// Some files whose bytes are to be stored, their names in one piece of memory.
-#[derive(Debug, Default)]
-struct Block {
-    records: Vec<FileRecord>,
-    names: Vec<u8>,
-}
-
-impl Block {
-    fn name(&self, record: &FileRecord) -> &[u8] {
-        let start = usize::try_from(record.name).unwrap_or(usize::MAX);
-        let end = start.saturating_add(record.len.into());
-        self.names.get(start..end).unwrap_or_default()
-    }
-}
-
-/// The files whose bytes are to be stored: small ones first, each group in the order of the scan.
-/// In blocks, so that memory of those that are done is free again.
-#[derive(Debug, Default)]
-struct Files {
-    small: Vec<Block>,
-    large: Vec<Block>,
-}
-
-impl Files {
-    fn push(&mut self, node: NodeId, dir: u32, name: &[u8], identity: Identity) {
-        let blocks = match identity.size() <= SMALL {
-            true => &mut self.small,
-            false => &mut self.large,
-        };
-        if blocks.last().is_none_or(|last| last.records.len() >= BLOCK) {
-            blocks.push(Block::default());
-        }
-        let Some(block) = blocks.last_mut() else {
-            return; // one was just added
-        };
-        block.records.push(FileRecord {
-            node,
-            dir,
-            // Below 2^20: the kernel's names have at most 255 bytes.
-            name: u32::try_from(block.names.len()).unwrap_or(u32::MAX),
-            len: u8::try_from(name.len()).unwrap_or(u8::MAX),
-            identity,
-        });
-        block.names.extend_from_slice(name);
-    }
-
-    /// All of them with their blocks, which have their names.
-    fn iter(&self) -> impl Iterator<Item = (&Block, &FileRecord)> {
-        (self.small.iter().chain(&self.large))
-            .flat_map(|block| block.records.iter().map(move |record| (block, record)))
-    }
-
-    fn into_blocks(self) -> impl Iterator<Item = Block> {
-        self.small.into_iter().chain(self.large)
-    }
 }
 
 /// See the module's documentation.
@@ -171,6 +98,12 @@ impl<'a> DirSource<'a> {
             progress,
             cache: None,
         })
+    }
+
+    /// Keeps records of many files in a file of the directory `scratch` between the two passes. For
+    /// [`DirSource::store`] alone.
+    pub(crate) fn spilling(&mut self, scratch: Option<&Path>) {
+        self.files = Files::new(scratch);
     }
 
     /// Keeps a build cache at `place`; with `fresh`, what it holds is not used.

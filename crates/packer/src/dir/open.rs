@@ -64,7 +64,8 @@ pub(crate) struct Opener {
     kept: Vec<(u32, Arc<OwnedFd>)>,
 }
 
-const DIRECTORY: OFlags = OFlags::RDONLY
+/// How directories are opened.
+pub(super) const DIRECTORY: OFlags = OFlags::RDONLY
     .union(OFlags::DIRECTORY)
     .union(OFlags::NOFOLLOW)
     .union(OFlags::CLOEXEC)
@@ -83,8 +84,13 @@ impl Opener {
                 path: path.to_owned(),
                 why: "it is not a directory; use tar:PATH for archives",
             }),
-            Err(errno) => Err(PackError::io("open", path.display().to_string(), errno)),
+            Err(errno) => Err(PackError::source(path, errno)),
         }
+    }
+
+    /// The source's root.
+    pub(super) fn root(&self) -> BorrowedFd<'_> {
+        self.root.as_fd()
     }
 
     /// Another one of the same root, for another thread.

@@ -10,13 +10,13 @@ use std::time::SystemTime;
 
 use crossbeam_channel::{Sender, bounded};
 use layerpack_store::{Digest, LayerWriter};
-use rustix::fs::{Advice, AtFlags, FileType, fadvise, statat};
+use rustix::fs::{Advice, fadvise};
 use rustix::io::Errno;
 
 use super::file::{Identity, OpenFile};
 use super::open::{Dirs, Opener, open_file};
 use super::scan::gone_or;
-use super::{Block, DirSource, FileRecord, Files, Meaning, attributes};
+use super::{Block, DirSource, FileRecord, Files};
 use crate::cache::{self, New, Old};
 use crate::content::Content;
 use crate::error::{PackError, Result};
@@ -29,8 +29,8 @@ use crate::path::join;
 const WHOLE: u64 = 256 << 10;
 /// Files go from thread to thread in batches of at most so many files, and few bytes more than
 /// this, so that threads seldom have to wake each other.
-const BATCH: usize = 32;
-const BATCH_BYTES: usize = 256 << 10;
+const BATCH: usize = 64;
+const BATCH_BYTES: usize = 512 << 10;
 /// Batches that may wait, which bounds memory and descriptors.
 const DEPTH: usize = 2;
 
@@ -51,10 +51,39 @@ struct Ahead {
     loaded: Result<Loaded>,
 }
 
+/// Files that were not read in a batch: there is nothing to wait for.
+const KNOWN_BATCH: usize = 1024;
+
 /// What both threads need to open a file.
 struct Access<'a> {
     dirs: &'a Dirs,
     opener: Opener,
+    path: PathBuffer,
+}
+
+/// The path of the file at hand, in one buffer; that of a directory is made once for its files.
+#[derive(Default)]
+struct PathBuffer {
+    dir: Option<u32>,
+    /// Bytes of the directory's path and the slash after it.
+    len: usize,
+    bytes: Vec<u8>,
+}
+
+impl PathBuffer {
+    fn of(&mut self, dirs: &Dirs, file: File<'_>) -> &[u8] {
+        if self.dir != Some(file.record.dir) {
+            self.bytes = dirs.path(file.record.dir);
+            if !self.bytes.is_empty() {
+                self.bytes.push(b'/');
+            }
+            self.len = self.bytes.len();
+            self.dir = Some(file.record.dir);
+        }
+        self.bytes.truncate(self.len);
+        self.bytes.extend_from_slice(file.name);
+        &self.bytes
+    }
 }
 
 /// A file with its name.
@@ -125,10 +154,12 @@ impl DirSource<'_> {
         let mut ahead = Access {
             dirs: &self.dirs,
             opener: self.opener.again(),
+            path: PathBuffer::default(),
         };
         let mut again = Access {
             dirs: &self.dirs,
             opener: self.opener.again(),
+            path: PathBuffer::default(),
         };
         // Cleared when the store lacks what the cache knows: then everything is read ahead.
         let useful = AtomicBool::new(true);
@@ -136,45 +167,39 @@ impl DirSource<'_> {
             let (sender, receiver) = bounded(DEPTH);
             let useful = &useful;
             scope.spawn(move || read_ahead(files, &mut ahead, old, useful, progress, &sender));
-            for ahead in receiver.into_iter().flatten() {
-                let Ahead {
-                    block,
-                    index,
-                    time,
-                    loaded,
-                } = ahead;
-                let Some(file) = block.file(index) else {
-                    break; // it was just sent
-                };
-                let record = file.record;
-                let loaded = match loaded {
-                    Ok(Loaded::Known(content)) => {
-                        if reuse(writer, &content)? {
-                            remember(&mut new, &again, file, &content);
-                            layer.set_content(record.node, content)?;
-                            continue;
+            for batch in receiver {
+                for ahead in batch? {
+                    let Ahead {
+                        block,
+                        index,
+                        time,
+                        loaded,
+                    } = ahead;
+                    let Some(file) = block.file(index) else {
+                        break; // it was just sent
+                    };
+                    let record = file.record;
+                    let loaded = match loaded {
+                        Ok(Loaded::Known(content)) => {
+                            if reuse(writer, &content)? {
+                                remember(&mut new, &mut again, file, &content);
+                                layer.set_content(record.node, content)?;
+                                continue;
+                            }
+                            useful.store(false, Ordering::Relaxed);
+                            again.load(file, progress)
                         }
-                        useful.store(false, Ordering::Relaxed);
-                        again.load(file, progress)
+                        loaded => loaded,
+                    };
+                    let stored = loaded.and_then(|loaded| {
+                        hand_on(writer, loaded, progress, git.as_deref_mut(), file.name)
+                    });
+                    let content = stored?;
+                    if cache::is_settled(&record.identity, time) {
+                        remember(&mut new, &mut again, file, &content);
                     }
-                    loaded => loaded,
-                };
-                let stored = loaded.and_then(|loaded| {
-                    hand_on(writer, loaded, progress, git.as_deref_mut(), file.name)
-                });
-                let content = match stored {
-                    Err(PackError::Changed { .. }) if self.view.retries() > 0 => {
-                        self.retry(layer, writer, file, &mut again, git.as_deref_mut())?
-                    }
-                    stored => {
-                        let content = stored?;
-                        if cache::is_settled(&record.identity, time) {
-                            remember(&mut new, &again, file, &content);
-                        }
-                        content
-                    }
-                };
-                layer.set_content(record.node, content)?;
+                    layer.set_content(record.node, content)?;
+                }
             }
             Ok::<(), PackError>(())
         })?;
@@ -182,65 +207,6 @@ impl DirSource<'_> {
             new.keep();
         }
         Ok(())
-    }
-
-    /// Takes a file that changed as it is now, if it holds still for one reading.
-    fn retry(
-        &self,
-        layer: &mut Layer,
-        writer: &mut LayerWriter,
-        file: File<'_>,
-        access: &mut Access<'_>,
-        mut git: Option<&mut Git>,
-    ) -> Result<Content> {
-        let mut attempt = 0;
-        loop {
-            attempt += 1;
-            let result = self.take_again(layer, writer, file, access, git.as_deref_mut());
-            match result {
-                Err(PackError::Changed { .. }) if attempt < self.view.retries() => {}
-                result => return result,
-            }
-        }
-    }
-
-    fn take_again(
-        &self,
-        layer: &mut Layer,
-        writer: &mut LayerWriter,
-        file: File<'_>,
-        access: &mut Access<'_>,
-        git: Option<&mut Git>,
-    ) -> Result<Content> {
-        use std::ffi::OsStr;
-        use std::os::unix::ffi::OsStrExt;
-
-        let File { record, name } = file;
-        let path = access.path(file);
-        let dir = access.opener.open(access.dirs, record.dir)?;
-        let stat = statat(&*dir, OsStr::from_bytes(name), AtFlags::SYMLINK_NOFOLLOW)
-            .map_err(|errno| gone_or("read", &path, errno))?;
-        let identity = Identity::of(&stat);
-        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-            return Err(PackError::Changed {
-                path: crate::show(&path),
-                what: "something else took its place".to_owned(),
-            });
-        }
-        let xattrs = attributes::Reader::default()
-            .read(&super::open::proc_path(&*dir, name), |name| {
-                self.view.wants(name)
-            })
-            .map_err(|errno| gone_or("read the extended attributes of", &path, errno))?;
-        if let Meaning::Entry { metadata, .. } =
-            self.view
-                .meaning(&path, &stat, xattrs, &mut layer.warnings)?
-        {
-            layer.tree.node_mut(record.node).metadata = metadata;
-        }
-        let mut file = access.open(file, identity)?;
-        file.look()?;
-        hand_on(writer, Loaded::Open(file), self.progress, git, name)
     }
 }
 
@@ -250,17 +216,24 @@ fn read_ahead(
     mut old: Option<Old>,
     useful: &AtomicBool,
     progress: &dyn Progress,
-    sender: &Sender<Vec<Ahead>>,
+    sender: &Sender<Result<Vec<Ahead>>>,
 ) {
     let mut batch = Vec::with_capacity(BATCH);
-    let mut bytes = 0;
+    let (mut bytes, mut read) = (0, 0);
     for block in files.into_blocks() {
-        let block = Arc::new(block);
+        let block = match block {
+            Ok(block) => Arc::new(block),
+            Err(error) => {
+                let _ = sender.send(Err(error));
+                return;
+            }
+        };
         for index in 0..block.records.len() {
             let Some(file) = block.file(index) else { break };
             let known = match &mut old {
                 Some(old) if useful.load(Ordering::Relaxed) => {
-                    old.find(&access.path(file), &file.record.identity)
+                    let path = access.path.of(access.dirs, file);
+                    old.find(path, &file.record.identity)
                 }
                 _ => None,
             };
@@ -269,6 +242,7 @@ fn read_ahead(
                 Some(content) => Ok(Loaded::Known(content)),
                 None => access.load(file, progress),
             };
+            read += usize::from(!matches!(loaded, Ok(Loaded::Known(_))));
             bytes += match &loaded {
                 Ok(Loaded::Whole(whole)) => whole.len(),
                 Ok(Loaded::Open(_)) => BATCH_BYTES / 4, // so few descriptors are open
@@ -280,21 +254,24 @@ fn read_ahead(
                 time,
                 loaded,
             });
-            if batch.len() >= BATCH || bytes >= BATCH_BYTES {
-                bytes = 0;
+            if read >= BATCH || batch.len() >= KNOWN_BATCH || bytes >= BATCH_BYTES {
+                (bytes, read) = (0, 0);
                 let full = std::mem::replace(&mut batch, Vec::with_capacity(BATCH));
-                if sender.send(full).is_err() {
+                if sender.send(Ok(full)).is_err() {
                     return;
                 }
             }
         }
     }
     // Nobody takes it after an error.
-    let _ = sender.send(batch);
+    let _ = sender.send(Ok(batch));
 }
 
 /// Whether the store has every chunk of a file that was not read.
 fn reuse(writer: &mut LayerWriter, content: &Content) -> Result<bool> {
+    if let [piece] = &*content.pieces {
+        return Ok(writer.reuse(&[(piece.digest, piece.len)])?);
+    }
     let chunks: Vec<(Digest, u32)> = content
         .pieces
         .iter()
@@ -303,9 +280,13 @@ fn reuse(writer: &mut LayerWriter, content: &Content) -> Result<bool> {
     Ok(writer.reuse(&chunks)?)
 }
 
-fn remember(new: &mut Option<New>, access: &Access<'_>, file: File<'_>, content: &Content) {
+fn remember(new: &mut Option<New>, access: &mut Access<'_>, file: File<'_>, content: &Content) {
     if let Some(records) = new
-        && !records.add(&access.path(file), &file.record.identity, content)
+        && !records.add(
+            access.path.of(access.dirs, file),
+            &file.record.identity,
+            content,
+        )
     {
         *new = None; // a full disk, say: the next build reads all again
     }

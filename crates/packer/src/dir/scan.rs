@@ -1,27 +1,66 @@
-//! The first pass: names, metadata, attributes, links.
+//! The first pass: names, metadata, attributes, links. Either a directory at a time, in the memory
+//! of one, or of what was [gathered](super::gather) before.
 
-use std::collections::HashMap;
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 
 use layerpack_erofs::{FileData, Metadata, NodeId, NodeKind, Rdev};
-use rustix::fs::{AtFlags, FileType, Stat, fstat, readlinkat, statat};
+use rustix::fs::{AtFlags, FileType, RawDir, SeekFrom, Stat, fstat, readlinkat, statat};
 use rustix::io::Errno;
 
-use super::attributes;
 use super::file::Identity;
-use super::open::proc_path;
-use super::{DirSource, Meaning};
+use super::gather::Gathered;
+use super::{DirSource, Meaning, View, attributes};
 use crate::error::{PackError, Result};
+use crate::filter::Filter;
 use crate::model::Layer;
 use crate::path::{components, join};
+use crate::warnings::Warnings;
 
 /// A directory whose entries are still to be read.
 struct Pending {
     dir: u32,
     node: NodeId,
     seen: Identity,
+}
+
+/// Bytes of a directory's listing that the kernel gives at once.
+const LISTING: usize = 32 << 10;
+
+/// The names in a directory, in one piece of memory: there may be a million.
+#[derive(Default)]
+struct Names {
+    bytes: Vec<u8>,
+    /// Where each begins, after a byte with its length.
+    starts: Vec<usize>,
+}
+
+impl Names {
+    fn push(&mut self, name: &[u8]) {
+        // The kernel's names have at most 255 bytes.
+        self.bytes.push(u8::try_from(name.len()).unwrap_or(u8::MAX));
+        self.starts.push(self.bytes.len());
+        self.bytes.extend_from_slice(name);
+    }
+
+    fn sort(&mut self) {
+        let bytes = &self.bytes;
+        self.starts
+            .sort_unstable_by(|a, b| name_at(bytes, *a).cmp(name_at(bytes, *b)));
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &[u8]> {
+        self.starts.iter().map(|start| name_at(&self.bytes, *start))
+    }
+}
+
+fn name_at(bytes: &[u8], start: usize) -> &[u8] {
+    let len = start.checked_sub(1).and_then(|before| bytes.get(before));
+    let end = start + usize::from(*len.unwrap_or(&0));
+    bytes.get(start..end).unwrap_or_default()
 }
 
 /// What the scan carries along.
@@ -32,16 +71,107 @@ struct State<'a> {
     links: HashMap<(u64, u64), NodeId>,
     entries: u64,
     bytes: u64,
+    /// The same with holes.
+    apparent: u64,
 }
 
-/// An entry in its directory.
-struct Found<'a> {
+impl<'a> State<'a> {
+    fn new(layer: &'a mut Layer) -> Self {
+        Self {
+            layer,
+            attributes: attributes::Reader::default(),
+            links: HashMap::new(),
+            entries: 0,
+            bytes: 0,
+            apparent: 0,
+        }
+    }
+}
+
+/// An entry as the filesystem has it.
+pub(super) struct Entry {
+    /// Its name; empty for the root.
+    pub(super) name: Box<[u8]>,
+    pub(super) stat: Stat,
+    /// Those that are wanted.
+    pub(super) attributes: BTreeMap<Vec<u8>, Vec<u8>>,
+    /// Of a symbolic link.
+    pub(super) target: Option<Vec<u8>>,
+    /// Where what was gathered has a directory's entries.
+    pub(super) inside: Option<usize>,
+}
+
+/// Looks at entries.
+pub(super) struct Look<'a> {
+    pub(super) filter: &'a Filter,
+    pub(super) view: &'a dyn View,
+    pub(super) attributes: &'a mut attributes::Reader,
+    /// Takes note of attributes that nobody wants.
+    pub(super) dropped: &'a mut Warnings,
+}
+
+impl Look<'_> {
+    /// What `name` is in the directory; `None` if it is to be left out. `path` is that from the
+    /// source's root.
+    pub(super) fn at<'p>(
+        &mut self,
+        dir: BorrowedFd<'_>,
+        name: &[u8],
+        path: &dyn Fn() -> Cow<'p, [u8]>,
+    ) -> Result<Option<Entry>> {
+        let at = OsStr::from_bytes(name);
+        let stat = statat(dir, at, AtFlags::SYMLINK_NOFOLLOW)
+            .map_err(|errno| gone_or("read", &path(), errno))?;
+        let kind = FileType::from_raw_mode(stat.st_mode);
+        if self.filter.asks() {
+            let (path, directory) = (path(), kind == FileType::Directory);
+            // What is in a directory that is not wanted may be.
+            let wanted = directory || self.filter.includes(&path, directory);
+            if !wanted || self.filter.excludes_here(&path, directory) {
+                return Ok(None);
+            }
+        }
+        let attributes = self
+            .attributes_of(dir, name)
+            .map_err(|errno| gone_or("read the extended attributes of", &path(), errno))?;
+        let target = match kind {
+            FileType::Symlink => Some(
+                readlinkat(dir, at, Vec::new())
+                    .map_err(|errno| gone_or("read symbolic link", &path(), errno))?
+                    .into_bytes(),
+            ),
+            _ => None,
+        };
+        Ok(Some(Entry {
+            name: name.into(),
+            stat,
+            attributes,
+            target,
+            inside: None,
+        }))
+    }
+
+    fn attributes_of(
+        &mut self,
+        dir: BorrowedFd<'_>,
+        file: &[u8],
+    ) -> rustix::io::Result<BTreeMap<Vec<u8>, Vec<u8>>> {
+        let (view, dropped) = (self.view, &mut *self.dropped);
+        self.attributes.read(dir, file, |name| {
+            let wants = view.wants(name);
+            if !wants {
+                dropped.dropped(name);
+            }
+            wants
+        })
+    }
+}
+
+/// Where an entry is.
+struct Place<'a> {
     dir: u32,
-    fd: BorrowedFd<'a>,
     parent: NodeId,
-    name: &'a [u8],
     path: &'a [u8],
-    stat: &'a Stat,
 }
 
 impl DirSource<'_> {
@@ -52,30 +182,14 @@ impl DirSource<'_> {
         start: NodeId,
         defines_root: bool,
     ) -> Result<()> {
-        let mut state = State {
-            layer,
-            attributes: attributes::Reader::default(),
-            links: HashMap::new(),
-            entries: 0,
-            bytes: 0,
-        };
-        let root = self.dirs.push(0, b"");
-        let fd = self.opener.open(&self.dirs, root)?;
-        let stat =
-            fstat(&*fd).map_err(|errno| PackError::io("read", "the source's root", errno))?;
-        match self.meaning(&mut state, fd.as_fd(), b".", b"", &stat)? {
-            Meaning::Entry { metadata, opaque } => {
-                state.layer.define_start(start, metadata, defines_root);
-                if opaque {
-                    state.layer.add_opaque(start);
-                }
-            }
-            Meaning::Whiteout | Meaning::Nothing => {}
-        }
+        let root = self.root_entry(self.opener.root(), &mut layer.warnings)?;
+        let seen = Identity::of(&root.stat);
+        let mut state = State::new(layer);
+        let dir = self.begin(&mut state, root, start, defines_root)?;
         let mut pending = vec![Pending {
-            dir: root,
+            dir,
             node: start,
-            seen: Identity::of(&stat),
+            seen,
         }];
         while let Some(next) = pending.pop() {
             let first = pending.len();
@@ -83,6 +197,93 @@ impl DirSource<'_> {
             // The first by name comes next.
             pending.get_mut(first..).unwrap_or_default().reverse();
         }
+        self.end(&mut state, start)
+    }
+
+    /// The same of what was gathered.
+    pub(crate) fn take_in(
+        &mut self,
+        gathered: Gathered,
+        layer: &mut Layer,
+        start: NodeId,
+        defines_root: bool,
+    ) -> Result<()> {
+        let too_many = gathered.too_many;
+        let mut listings = gathered.listings;
+        layer.warnings.absorb(gathered.dropped);
+        let mut state = State::new(layer);
+        let dir = self.begin(&mut state, gathered.root, start, defines_root)?;
+        let mut pending = vec![(dir, start, 0)];
+        while let Some((dir, parent, listing)) = pending.pop() {
+            let listing = listings.get_mut(listing).map(std::mem::take);
+            let here = self.dirs.path(dir);
+            let first = pending.len();
+            for entry in listing.unwrap_or_default().in_order()? {
+                let (path, inside) = (join(&here, &entry.name), entry.inside);
+                let place = Place {
+                    dir,
+                    parent,
+                    path: &path,
+                };
+                let directory = self.entry(&mut state, &place, entry)?;
+                if let (Some((dir, node)), Some(inside)) = (directory, inside) {
+                    pending.push((dir, node, inside));
+                }
+            }
+            pending.get_mut(first..).unwrap_or_default().reverse();
+        }
+        if too_many {
+            return Err(self.over("max_entries", self.limits.max_entries, "entries"));
+        }
+        self.end(&mut state, start)
+    }
+
+    /// The source's root.
+    pub(super) fn root_entry(&self, fd: BorrowedFd<'_>, dropped: &mut Warnings) -> Result<Entry> {
+        let stat = fstat(fd).map_err(|errno| PackError::io("read", shown(b""), errno))?;
+        let mut look = Look {
+            filter: self.filter,
+            view: self.view,
+            attributes: &mut attributes::Reader::default(),
+            dropped,
+        };
+        let attributes = look
+            .attributes_of(fd, b".")
+            .map_err(|errno| gone_or("read the extended attributes of", b"", errno))?;
+        Ok(Entry {
+            name: Box::default(),
+            stat,
+            attributes,
+            target: None,
+            inside: None,
+        })
+    }
+
+    /// Puts the root in; its number among the directories.
+    fn begin(
+        &mut self,
+        state: &mut State<'_>,
+        root: Entry,
+        start: NodeId,
+        defines_root: bool,
+    ) -> Result<u32> {
+        let layer = &mut *state.layer;
+        let meaning = self
+            .view
+            .meaning(b"", &root.stat, root.attributes, &mut layer.warnings)?;
+        match meaning {
+            Meaning::Entry { metadata, opaque } => {
+                layer.define_start(start, metadata, defines_root);
+                if opaque {
+                    layer.add_opaque(start);
+                }
+            }
+            Meaning::Whiteout | Meaning::Nothing => {}
+        }
+        Ok(self.dirs.push(0, b""))
+    }
+
+    fn end(&self, state: &mut State<'_>, start: NodeId) -> Result<()> {
         if self.filter.selects() {
             state.layer.prune(start)?;
         }
@@ -99,25 +300,30 @@ impl DirSource<'_> {
         let here = self.dirs.path(at.dir);
         self.unchanged(&here, fd.as_fd(), &at.seen)?;
         let names = self.names(&here, fd.as_fd())?;
-        for name in &names {
-            let path = join(&here, name);
-            let stat = statat(&*fd, OsStr::from_bytes(name), AtFlags::SYMLINK_NOFOLLOW)
-                .map_err(|errno| gone_or("read", &path, errno))?;
-            let found = Found {
-                dir: at.dir,
-                fd: fd.as_fd(),
-                parent: at.node,
-                name,
-                path: &path,
-                stat: &stat,
+        let mut path = here.clone();
+        if !path.is_empty() {
+            path.push(b'/');
+        }
+        let start = path.len();
+        for name in names.iter() {
+            path.truncate(start);
+            path.extend_from_slice(name);
+            let mut look = Look {
+                filter: self.filter,
+                view: self.view,
+                attributes: &mut state.attributes,
+                dropped: &mut state.layer.warnings,
             };
-            if let Some(node) = self.entry(state, &found)? {
-                let dir = self.dirs.push(at.dir, name);
-                pending.push(Pending {
-                    dir,
-                    node,
-                    seen: Identity::of(&stat),
-                });
+            let found = look.at(fd.as_fd(), name, &|| Cow::Borrowed(path.as_slice()))?;
+            let Some(found) = found else { continue };
+            let seen = Identity::of(&found.stat);
+            let place = Place {
+                dir: at.dir,
+                parent: at.node,
+                path: &path,
+            };
+            if let Some((dir, node)) = self.entry(state, &place, found)? {
+                pending.push(Pending { dir, node, seen });
             }
         }
         self.unchanged(&here, fd.as_fd(), &at.seen)
@@ -135,67 +341,44 @@ impl DirSource<'_> {
     }
 
     /// Names in a directory, sorted: the order in which a filesystem lists them is its own.
-    fn names(&self, path: &[u8], fd: BorrowedFd<'_>) -> Result<Vec<Vec<u8>>> {
+    fn names(&self, path: &[u8], fd: BorrowedFd<'_>) -> Result<Names> {
         let error = |errno| PackError::io("list", shown(path), errno);
-        let mut names = Vec::new();
-        for entry in rustix::fs::Dir::read_from(fd).map_err(error)? {
+        let mut names = Names::default();
+        let mut buffer = Vec::with_capacity(LISTING);
+        // The descriptor may have been listed before.
+        rustix::fs::seek(fd, SeekFrom::Start(0)).map_err(error)?;
+        let mut entries = RawDir::new(fd, buffer.spare_capacity_mut());
+        while let Some(entry) = entries.next() {
             let entry = entry.map_err(error)?;
             let name = entry.file_name().to_bytes();
             if name != b"." && name != b".." {
-                names.push(name.to_vec());
+                names.push(name);
             }
         }
-        names.sort_unstable();
+        names.sort();
         Ok(names)
     }
 
-    fn meaning(
-        &self,
+    /// Adds an entry to the layer; of a directory that is to be read too, its number among the
+    /// directories and its node.
+    fn entry(
+        &mut self,
         state: &mut State<'_>,
-        fd: BorrowedFd<'_>,
-        name: &[u8],
-        path: &[u8],
-        stat: &Stat,
-    ) -> Result<Meaning> {
-        let warnings = &mut state.layer.warnings;
-        let xattrs = state
-            .attributes
-            .read(&proc_path(fd, name), |name| {
-                let wants = self.view.wants(name);
-                if !wants {
-                    warnings.dropped(name);
-                }
-                wants
-            })
-            .map_err(|errno| gone_or("read the extended attributes of", path, errno))?;
-        self.view
-            .meaning(path, stat, xattrs, &mut state.layer.warnings)
-    }
-
-    /// Adds an entry to the layer; the node of a directory that is to be read too.
-    fn entry(&mut self, state: &mut State<'_>, found: &Found<'_>) -> Result<Option<NodeId>> {
-        let Found {
-            parent,
-            name,
-            path,
-            stat,
-            ..
-        } = *found;
+        at: &Place<'_>,
+        entry: Entry,
+    ) -> Result<Option<(u32, NodeId)>> {
+        let Place { parent, path, .. } = *at;
+        let (stat, name) = (&entry.stat, &*entry.name);
         let kind = FileType::from_raw_mode(stat.st_mode);
-        if self.filter.excludes_here(path, kind == FileType::Directory) {
-            return Ok(None);
-        }
-        let wanted = self.filter.includes(path, kind == FileType::Directory);
-        if !wanted && kind != FileType::Directory {
-            return Ok(None);
-        }
         self.progress.entry(path);
         self.limits.check_path(path)?;
         state.entries += 1;
         if state.entries > self.limits.max_entries {
             return Err(self.over("max_entries", self.limits.max_entries, "entries"));
         }
-        let (metadata, opaque) = match self.meaning(state, found.fd, name, path, stat)? {
+        let warnings = &mut state.layer.warnings;
+        let meaning = self.view.meaning(path, stat, entry.attributes, warnings)?;
+        let (metadata, opaque) = match meaning {
             Meaning::Nothing => return Ok(None),
             Meaning::Whiteout => {
                 state.layer.add_whiteout(parent, name.to_vec());
@@ -217,24 +400,18 @@ impl DirSource<'_> {
         let node = match kind {
             FileType::Directory => {
                 let node = tree.insert(parent, name, metadata, NodeKind::Directory)?;
-                if wanted && self.filter.selects() {
+                if self.filter.selects() && self.filter.includes(path, true) {
                     state.layer.keep(node);
                 }
                 if opaque {
                     state.layer.add_opaque(node);
                 }
-                return Ok(Some(node));
+                return Ok(Some((self.dirs.push(at.dir, name), node)));
             }
-            FileType::RegularFile => self.file(state, found, metadata)?,
+            FileType::RegularFile => self.file(state, at, name, stat, metadata)?,
             FileType::Symlink => {
-                let target = readlinkat(found.fd, OsStr::from_bytes(name), Vec::new())
-                    .map_err(|errno| gone_or("read symbolic link", path, errno))?;
-                tree.insert(
-                    parent,
-                    name,
-                    metadata,
-                    NodeKind::Symlink(target.into_bytes()),
-                )?
+                let target = entry.target.unwrap_or_default();
+                tree.insert(parent, name, metadata, NodeKind::Symlink(target))?
             }
             FileType::Fifo => tree.insert(parent, name, metadata, NodeKind::Fifo)?,
             FileType::Socket => tree.insert(parent, name, metadata, NodeKind::Socket)?,
@@ -255,26 +432,29 @@ impl DirSource<'_> {
     fn file(
         &mut self,
         state: &mut State<'_>,
-        found: &Found<'_>,
+        at: &Place<'_>,
+        name: &[u8],
+        stat: &Stat,
         metadata: Metadata,
     ) -> Result<NodeId> {
-        let node = state.layer.tree.insert(
-            found.parent,
-            found.name,
-            metadata,
-            NodeKind::File(FileData::empty()),
-        )?;
-        let identity = Identity::of(found.stat);
+        let kind = NodeKind::File(FileData::empty());
+        let node = state.layer.tree.insert(at.parent, name, metadata, kind)?;
+        let identity = Identity::of(stat);
         if identity.size() > 0 {
             // Holes are not read: only what has blocks counts.
-            let blocks = u64::try_from(found.stat.st_blocks)
+            let blocks = u64::try_from(stat.st_blocks)
                 .unwrap_or_default()
                 .saturating_mul(512);
             state.bytes = state.bytes.saturating_add(identity.size().min(blocks));
             if state.bytes > self.limits.max_bytes {
                 return Err(self.over("max_bytes", self.limits.max_bytes, "bytes"));
             }
-            self.files.push(node, found.dir, found.name, identity);
+            state.apparent = state.apparent.saturating_add(identity.size());
+            if state.apparent > self.limits.max_apparent {
+                let limit = self.limits.max_apparent;
+                return Err(self.over("max_apparent", limit, "bytes, holes included"));
+            }
+            self.files.push(node, at.dir, name, identity);
         }
         Ok(node)
     }
@@ -290,7 +470,7 @@ impl DirSource<'_> {
 }
 
 /// A path for messages; the root has no name of its own.
-fn shown(path: &[u8]) -> String {
+pub(super) fn shown(path: &[u8]) -> String {
     if components(path).is_empty() {
         "the source's root".to_owned()
     } else {

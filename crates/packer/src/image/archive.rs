@@ -94,15 +94,34 @@ fn choose(images: Vec<Saved>, name: Option<&str>) -> Result<Saved, String> {
         .collect();
     let listed = tags.join(", ");
     let count = images.len();
+    let same = |rule: fn(&str) -> String| {
+        let name = name.map(rule);
+        images.iter().position(|image| {
+            let mut tags = image.tags.iter().flatten();
+            tags.any(|tag| Some(rule(tag)) == name)
+        })
+    };
+    let found = same(str::to_owned).or_else(|| same(familiar));
     let mut images = images.into_iter();
     match name {
-        Some(name) => images
-            .find(|image| image.tags.iter().flatten().any(|tag| tag == name))
+        Some(name) => found
+            .and_then(|at| images.nth(at))
             .ok_or_else(|| format!("it has no image {name:?}; it has: {listed}")),
         None if count > 1 => Err(format!(
             "it has several images; name one as docker-archive:FILE:NAME: {listed}"
         )),
         None => images.next().ok_or_else(|| "it has no image".to_owned()),
+    }
+}
+
+/// A name as docker shows it: without its own registry, and with the tag that it takes by default.
+fn familiar(name: &str) -> String {
+    let short = name.strip_prefix("docker.io/").unwrap_or(name);
+    let short = short.strip_prefix("library/").unwrap_or(short);
+    let last = short.rsplit('/').next().unwrap_or(short);
+    match last.contains(':') {
+        true => short.to_owned(),
+        false => format!("{short}:latest"),
     }
 }
 
@@ -227,5 +246,39 @@ impl<R: Read> Read for Counted<R> {
         let n = self.inner.read(out)?;
         self.position.fetch_add(n as u64, Ordering::Relaxed);
         Ok(n)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_found_as_docker_writes_them() {
+        let images = || {
+            [
+                &["docker.io/library/deb:12"][..],
+                &["docker.io/team/x:latest", "reg.example:5000/y:1"],
+            ]
+            .map(|tags| Saved {
+                tags: Some(tags.iter().map(|tag| (*tag).to_owned()).collect()),
+                ..serde_json::from_str(r#"{"Config":"c","Layers":[]}"#).unwrap()
+            })
+            .into()
+        };
+        for (name, first) in [
+            ("deb:12", true),
+            ("library/deb:12", true),
+            ("docker.io/deb:12", true),
+            ("team/x", false),
+            ("team/x:latest", false),
+            ("reg.example:5000/y:1", false),
+        ] {
+            let found = choose(images(), Some(name)).unwrap();
+            assert_eq!(found.tags.unwrap().len() == 1, first, "{name}");
+        }
+        for name in ["deb", "deb:13", "x", "y:1", "reg.example:5000/y"] {
+            assert!(choose(images(), Some(name)).is_err(), "{name}");
+        }
     }
 }

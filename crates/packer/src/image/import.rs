@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use layerpack_erofs::NodeId;
 use layerpack_store::registry::{Registry, RegistryOptions};
 use layerpack_store::{
-    Kind, LayerStore, LayerWriter, Manifest, ParentRef, Reference, Version, WriterOptions,
+    Kind, LayerStore, LayerWriter, Manifest, ParentRef, Published, Reference, Sealed, Staged,
+    Version, WriterOptions, publish_all,
 };
 
 use super::hashing::{Hashing, Sha};
@@ -15,11 +16,11 @@ use super::{Blob, Image, ImageSource, archive, oci, registry};
 use crate::build::Filled;
 use crate::error::{PackError, Result};
 use crate::filter::Filter;
-use crate::git::Git;
+use crate::git::{Git, GitIndex};
 use crate::layout;
 use crate::merge::overlay;
 use crate::model::Layer;
-use crate::options::{BuildReport, DEFAULT_XATTRS, Limits, Progress};
+use crate::options::{BuildReport, DEFAULT_XATTRS, EntryCounts, Limits, Progress};
 use crate::owner::Owners;
 use crate::split::{self, Said, Split, SplitReport};
 use crate::tar::{self, Reader};
@@ -125,7 +126,8 @@ pub struct ImportReport {
 ///
 /// # Errors
 /// [`PackError::BadImage`] if documents or digests do not fit; else as [`crate::build`]. With
-/// `per_layer`, layers below the one that failed stay published: they are right by themselves.
+/// `per_layer`, all layers are in the store before the first reference is created, see
+/// [`layerpack_store::publish_all`].
 pub fn import(
     store: &LayerStore,
     options: &ImportOptions,
@@ -182,7 +184,7 @@ pub fn import_split(
         level: options.level,
         clock: &work.clock,
     };
-    let report = split::publish(store, split, filled, &said, progress)?;
+    let report = split::publish(split, filled, &said, progress)?;
     registry::forget(&image);
     Ok(report)
 }
@@ -322,6 +324,8 @@ impl Import<'_> {
             });
         }
         let mut layer = merged.unwrap_or_else(|| Layer::new(true));
+        self.filter.warn_of_nothing(&mut layer, NodeId::ROOT);
+        warnings.absorb(std::mem::take(&mut layer.warnings));
         overlay::bottom(&mut layer)?;
         Ok(Filled {
             layer,
@@ -334,10 +338,15 @@ impl Import<'_> {
     fn one_by_one(&mut self, image: &Image, diff_ids: &[Sha]) -> Result<Vec<BuildReport>> {
         let mut merged: Option<Layer> = None;
         let mut parents: Vec<ParentRef> = Vec::new();
-        let mut reports = Vec::with_capacity(image.layers.len());
+        let mut made = Vec::with_capacity(image.layers.len());
+        let mut sealed: Option<Sealed> = None;
         let count = image.layers.len();
         for (index, (blob, diff_id)) in image.layers.iter().zip(diff_ids).enumerate() {
-            let mut writer = self.writer()?;
+            let mut writer = match sealed.take() {
+                Some(sealed) => sealed.reopen()?,
+                None => self.writer()?,
+            };
+            let earlier = writer.stats();
             let mut warnings = Warnings::default();
             let read = self.layer(blob, diff_id, merged, &mut writer, &mut warnings);
             let (layer, below) = match read {
@@ -353,26 +362,46 @@ impl Import<'_> {
                     (Some(layer), below)
                 }
             };
-            let report = match layer {
-                Some(layer) => {
-                    merged = Some(next);
-                    self.publish(layer, writer, reference.clone(), parents.clone(), warnings)?
-                }
+            let below = match layer {
+                Some(_) => parents.clone(),
+                None => Vec::new(),
+            };
+            let (layer, next) = match layer {
+                Some(layer) => (layer, Some(next)),
+                None => (next, None),
+            };
+            let (mut one, after) = self.stage(layer, writer, reference.clone(), below, warnings)?;
+            let digest = *one.staged.digest();
+            one.staged = one.staged.counted_from(earlier);
+            merged = match next {
+                Some(next) => Some(next),
+                // As it was published, so that what comes next does not depend on how it was made.
                 None => {
-                    let report =
-                        self.publish(next, writer, reference.clone(), Vec::new(), warnings)?;
-                    let manifest = self.store.manifest(&report.published.digest)?;
-                    merged = Some(crate::merge::load(self.store, &manifest, false)?);
-                    report
+                    let manifest = self.store.manifest(&digest)?;
+                    Some(crate::merge::load(self.store, &manifest, false)?)
                 }
             };
             parents.push(ParentRef {
                 reference: Some(reference),
-                manifest: report.published.digest,
+                manifest: digest,
             });
-            reports.push(report);
+            made.push(one);
+            sealed = Some(after);
         }
-        Ok(reports)
+        let (staged, rest): (Vec<_>, Vec<_>) = made.into_iter().map(Made::split).unzip();
+        let published = match publish_all(staged) {
+            Ok(published) => published,
+            Err(error) => {
+                let lines = rest.iter().flat_map(|rest| &rest.warnings);
+                lines.for_each(|line| self.progress.warning(line));
+                return Err(error.into());
+            }
+        };
+        Ok(published
+            .into_iter()
+            .zip(rest)
+            .map(|(published, rest)| rest.report(published))
+            .collect())
     }
 
     fn reference(&self, index: usize, count: usize) -> Result<Reference> {
@@ -430,6 +459,7 @@ impl Import<'_> {
             git: self.git.as_mut(),
             kept_back: Vec::new(),
             kept_bytes: 0,
+            apparent: 0,
             lazy,
         };
         let name = blob.name.display().to_string();
@@ -467,37 +497,100 @@ impl Import<'_> {
         Ok((layer, below))
     }
 
+    /// Publishes a layer.
     fn publish(
+        &mut self,
+        layer: Layer,
+        writer: LayerWriter,
+        reference: Reference,
+        parents: Vec<ParentRef>,
+        warnings: Warnings,
+    ) -> Result<BuildReport> {
+        let (made, _sealed) = self.stage(layer, writer, reference, parents, warnings)?;
+        let (staged, rest) = made.split();
+        match staged.publish() {
+            Ok(published) => Ok(rest.report(published)),
+            Err(error) => {
+                rest.warnings
+                    .iter()
+                    .for_each(|line| self.progress.warning(line));
+                Err(error.into())
+            }
+        }
+    }
+
+    /// Stores a layer without publishing it.
+    fn stage(
         &mut self,
         mut layer: Layer,
         mut writer: LayerWriter,
         reference: Reference,
         parents: Vec<ParentRef>,
         warnings: Warnings,
-    ) -> Result<BuildReport> {
+    ) -> Result<(Made, Sealed)> {
         self.progress.phase("publish");
-        let git = match &mut self.git {
-            Some(git) => git.refresh(&mut layer, &mut writer)?,
-            None => Vec::new(),
-        };
-        let mut finished = layout::finish(layer, reference, self.options.level)?;
-        let draft = &mut finished.draft;
-        draft.platform.clone_from(&self.platform);
-        draft.parents = parents;
-        draft.labels.clone_from(&self.options.labels);
-        draft.annotations.clone_from(&self.annotations);
-        let made = writer
-            .finish(finished.draft)
-            .map(|published| (published, finished.counts, finished.meta_bytes))
-            .map_err(PackError::from);
-        let ((published, counts, meta_bytes), warnings) = warnings.close(made, self.progress)?;
-        Ok(BuildReport {
+        let made = (|| -> Result<(Made, Sealed)> {
+            let git = match &mut self.git {
+                Some(git) => git.refresh(&mut layer, &mut writer)?,
+                None => Vec::new(),
+            };
+            let mut finished = layout::finish(layer, reference, self.options.level)?;
+            let draft = &mut finished.draft;
+            draft.platform.clone_from(&self.platform);
+            draft.parents = parents;
+            draft.labels.clone_from(&self.options.labels);
+            draft.annotations.clone_from(&self.annotations);
+            let (staged, sealed) = writer.stage(finished.draft)?;
+            let rest = Rest {
+                counts: finished.counts,
+                meta_bytes: finished.meta_bytes,
+                warnings: Vec::new(),
+                cpu_seconds: self.clock.seconds(),
+                git,
+            };
+            Ok((Made { staged, rest }, sealed))
+        })();
+        match made {
+            Ok((mut made, sealed)) => {
+                made.rest.warnings = warnings.into_vec();
+                Ok((made, sealed))
+            }
+            Err(error) => Err(warnings.tell(error, self.progress)),
+        }
+    }
+}
+
+/// A layer that is stored and not published.
+struct Made {
+    staged: Staged,
+    rest: Rest,
+}
+
+/// What its report will say beside what publishing says.
+struct Rest {
+    counts: EntryCounts,
+    meta_bytes: u64,
+    warnings: Vec<String>,
+    cpu_seconds: f64,
+    git: Vec<GitIndex>,
+}
+
+impl Made {
+    fn split(self) -> (Staged, Rest) {
+        (self.staged, self.rest)
+    }
+}
+
+impl Rest {
+    fn report(mut self, published: Published) -> BuildReport {
+        self.warnings.extend(published.warnings.iter().cloned());
+        BuildReport {
             published,
-            counts,
-            meta_bytes,
-            warnings,
-            cpu_seconds: self.clock.seconds(),
-            git,
-        })
+            counts: self.counts,
+            meta_bytes: self.meta_bytes,
+            warnings: self.warnings,
+            cpu_seconds: self.cpu_seconds,
+            git: self.git,
+        }
     }
 }

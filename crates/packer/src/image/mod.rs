@@ -179,7 +179,7 @@ fn parse_json<T: serde::de::DeserializeOwned>(path: &Path, bytes: &[u8]) -> Resu
 /// Opens a file of an image. Anything but a regular file is refused: a pipe would have the build
 /// wait for whoever writes to it.
 fn open_regular(path: &Path) -> Result<fs_err::File> {
-    let io = |source| PackError::io("open", path.display().to_string(), source);
+    let io = |source| PackError::source(path, source);
     let flags = rustix::fs::OFlags::NONBLOCK.bits();
     let file = fs_err::OpenOptions::new()
         .read(true)

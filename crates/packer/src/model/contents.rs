@@ -1,8 +1,12 @@
-//! What the files of a layer hold. Most files are one chunk and nothing else, which takes 40 bytes
-//! here, so that a million of them are no burden.
+//! What the files of a layer hold. Most files are one chunk and nothing else, which takes 8 bytes
+//! here and 32 in a temporary file, if there is to be one, so that a million of them are no burden.
+
+use std::io;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
 use layerpack_erofs::NodeId;
-use layerpack_store::Digest;
+use layerpack_store::{Digest, Spool};
 
 use crate::content::{Content, Piece, Pieces};
 use crate::error::{PackError, Result};
@@ -15,9 +19,13 @@ const OTHER: u32 = 1 << 31;
 pub(crate) struct Contents {
     /// 0: none; else one more than an index into one of the lists.
     slots: Vec<u32>,
-    /// Files of one chunk without holes: its digest and length.
-    whole: Vec<(Digest, u32)>,
+    /// Files of one chunk without holes: its length, and its digest.
+    lens: Vec<u32>,
+    digests: Spool<{ Digest::LEN }>,
     others: Vec<Content>,
+    /// Why a digest could not be read. What was not there for that reason is missing in whatever
+    /// was made of it: see [`Contents::check`].
+    failed: Mutex<Option<io::Error>>,
 }
 
 /// A file's content, where it is kept.
@@ -34,6 +42,37 @@ fn index(number: u32) -> Option<usize> {
 }
 
 impl Contents {
+    /// None so far. Digests of many are to lie in a file of the directory `scratch`. Whoever uses
+    /// them asks [`Contents::check`] in the end.
+    pub(crate) fn spooled(scratch: Option<&Path>) -> Self {
+        Self {
+            digests: Spool::new(scratch),
+            ..Self::default()
+        }
+    }
+
+    /// Whether everything that was asked for could be read so far.
+    pub(crate) fn check(&self) -> Result<()> {
+        let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
+        match failed.take() {
+            None => Ok(()),
+            Some(source) => Err(PackError::Write {
+                path: self.digests.place(),
+                source,
+            }),
+        }
+    }
+
+    /// Forgets which file has which content; [`Contents::whole`] goes on to work.
+    pub(crate) fn forget_files(&mut self) {
+        self.slots = Vec::new();
+    }
+
+    /// How many files of one chunk without holes there are at most.
+    pub(crate) fn most_whole(&self) -> usize {
+        self.lens.len()
+    }
+
     /// Where a file's content is kept.
     pub(crate) fn held(&self, id: NodeId) -> Option<Held<'_>> {
         let slot = *self.slots.get(id.index())?;
@@ -45,7 +84,16 @@ impl Contents {
 
     /// Digest and length of the chunk that is the content with this number.
     pub(crate) fn whole(&self, number: u32) -> Option<(Digest, u32)> {
-        self.whole.get(usize::try_from(number).ok()?).copied()
+        let number = usize::try_from(number).ok()?;
+        let len = *self.lens.get(number)?;
+        match self.digests.get(number) {
+            Ok(digest) => Some((Digest::from_bytes(digest), len)),
+            Err(error) => {
+                let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
+                failed.get_or_insert(error);
+                None
+            }
+        }
     }
 
     /// A file's content.
@@ -71,7 +119,10 @@ impl Contents {
         match self.held(id) {
             None => 0,
             Some(Held::Other(content)) => content.size,
-            Some(Held::Whole(number)) => self.whole(number).map_or(0, |(_, len)| len.into()),
+            Some(Held::Whole(number)) => {
+                let len = usize::try_from(number).ok().and_then(|n| self.lens.get(n));
+                len.map_or(0, |len| (*len).into())
+            }
         }
     }
 
@@ -98,8 +149,9 @@ impl Contents {
         };
         let slot = match &content.pieces {
             Pieces::One(piece) if content.is_dense() => {
-                self.whole.push((piece.digest, piece.len));
-                number(self.whole.len())?
+                self.lens.push(piece.len);
+                self.digests.push(piece.digest.as_bytes());
+                number(self.lens.len())?
             }
             _ => {
                 self.others.push(content);
@@ -161,5 +213,42 @@ mod tests {
         assert_eq!(contents.get(ids[4]), None);
         assert_eq!(contents.size(ids[4]), 0);
         assert!(!contents.has(ids[4]));
+    }
+
+    #[test]
+    fn contents_of_many_files_lie_in_a_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut tree = Tree::new(Metadata::default());
+        let mut contents = Contents::spooled(Some(dir.path()));
+        let mut ids = Vec::new();
+        for i in 0..50_000_u32 {
+            let kind = NodeKind::File(FileData::empty());
+            let name = i.to_string();
+            let id = tree.insert(NodeId::ROOT, name.as_bytes(), Metadata::default(), kind);
+            ids.push(id.unwrap());
+        }
+        let of = |i: u32| Content {
+            size: (i + 1).into(),
+            pieces: vec![Piece {
+                offset: 0,
+                len: i + 1,
+                digest: Digest::of(&i.to_le_bytes()),
+            }]
+            .into(),
+        };
+        for (i, id) in (0..).zip(&ids) {
+            contents.set(*id, of(i)).unwrap();
+        }
+        assert!(contents.digests.is_spilled());
+        for (i, id) in (0..).zip(&ids) {
+            assert_eq!(contents.get(*id), Some(of(i)));
+            assert_eq!(contents.size(*id), u64::from(i) + 1);
+        }
+        contents.check().unwrap();
+        // What cannot be read is told, once.
+        assert_eq!(contents.whole(49_999).unwrap().1, 50_000);
+        *contents.failed.lock().unwrap() = Some(io::ErrorKind::StorageFull.into());
+        contents.check().unwrap_err();
+        contents.check().unwrap();
     }
 }

@@ -1,14 +1,15 @@
 //! One tree as several layers: base, workspace and toolkit by path rules.
 //!
 //! The source is read once, as for a single base, through one writer. The tree is then taken apart
-//! (`divide`) and each part is laid out and published as a layer of its own, the base first.
+//! (`divide`) and each part is laid out and stored as a layer of its own; when all are, they are
+//! published together, the base first.
 
 mod divide;
 mod rules;
 
 use std::collections::BTreeMap;
 
-use layerpack_store::{Kind, LayerStore, WriterOptions};
+use layerpack_store::{Kind, StoreError, WriteStats, publish_all};
 
 pub use divide::LeftOver;
 pub use rules::Split;
@@ -45,7 +46,6 @@ pub(crate) struct Said<'a> {
 
 /// Publishes the parts of `layer`, which is settled and lies at the bottom.
 pub(crate) fn publish(
-    store: &LayerStore,
     split: &Split,
     filled: Filled,
     said: &Said<'_>,
@@ -79,41 +79,54 @@ pub(crate) fn publish(
         Ok(made) => made,
         Err(error) => return Err(warnings.tell(error, progress)),
     };
-    let mut writer = Some(writer);
     let mut warnings = warnings.into_vec();
-    let mut parts = Vec::with_capacity(finished.len());
+    let tell = |warnings: &[String], error: StoreError| {
+        warnings.iter().for_each(|line| progress.warning(line));
+        Err(error.into())
+    };
+    let mut sealed = match writer.seal() {
+        Ok(sealed) => sealed,
+        Err(error) => return tell(&warnings, error),
+    };
+    // What the contents cost is said of the first part.
+    let mut earlier = WriteStats::default();
+    let mut staged = Vec::with_capacity(finished.len());
+    let mut rest = Vec::with_capacity(finished.len());
     for (mut part, indexes) in finished {
-        // The first one has all chunks on their way; the others find them in the store.
-        let writer = match writer.take() {
-            Some(writer) => writer,
-            None => store.writer(WriterOptions {
-                level: said.level,
-                jobs: 1,
-                ..WriterOptions::default()
-            })?,
-        };
         part.draft.platform = said.platform.to_owned();
         part.draft.labels.clone_from(said.labels);
         part.draft.annotations.clone_from(said.annotations);
-        let published = match writer.finish(part.draft) {
-            Ok(published) => published,
-            Err(error) => {
-                warnings.iter().for_each(|line| progress.warning(line));
-                return Err(error.into());
+        match sealed.stage(part.draft) {
+            Ok(one) => {
+                let until = one.stats();
+                staged.push(one.counted_from(earlier));
+                earlier = until;
             }
-        };
+            Err(error) => return tell(&warnings, error),
+        }
+        rest.push((part.counts, part.meta_bytes, said.clock.seconds(), indexes));
+    }
+    let published = match publish_all(staged) {
+        Ok(published) => published,
+        Err(error) => return tell(&warnings, error),
+    };
+    let parts = published.into_iter().zip(rest);
+    let parts = parts.map(|(published, (counts, meta_bytes, cpu_seconds, git))| {
         let mut own = std::mem::take(&mut warnings);
         own.extend(published.warnings.iter().cloned());
-        parts.push(BuildReport {
+        BuildReport {
             published,
-            counts: part.counts,
-            meta_bytes: part.meta_bytes,
+            counts,
+            meta_bytes,
             warnings: own,
-            cpu_seconds: said.clock.seconds(),
-            git: indexes,
-        });
-    }
-    Ok(SplitReport { parts, left_over })
+            cpu_seconds,
+            git,
+        }
+    });
+    Ok(SplitReport {
+        parts: parts.collect(),
+        left_over,
+    })
 }
 
 /// Refuses options that do not go with a split.

@@ -70,7 +70,7 @@ pub(crate) fn open(path: &Path, max_ratio: u64) -> Result<Input> {
         return decode(std::io::stdin(), Path::new("standard input"), max_ratio);
     }
     let io = |action, source| PackError::io(action, path.display().to_string(), source);
-    let file = fs_err::File::open(path).map_err(|source| io("open", source))?;
+    let file = fs_err::File::open(path).map_err(|source| PackError::source(path, source))?;
     if file
         .metadata()
         .map_err(|source| io("read", source))?

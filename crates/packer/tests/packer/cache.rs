@@ -233,3 +233,33 @@ fn builds_at_once_share_a_cache() {
     });
     assert_eq!(fixture.build().1, 0);
 }
+
+/// Enough files that what has to be known of them lies in temporary files.
+#[test]
+fn a_layer_of_many_files_is_the_same_with_temporary_files() {
+    let scratch = ScratchDir::new("many-files").unwrap();
+    let dir = scratch.mkdir("tree").unwrap();
+    for i in 0..45_000_u32 {
+        if i.is_multiple_of(500) {
+            fs_err::create_dir(dir.join((i / 500).to_string())).unwrap();
+        }
+        let text = format!("{} contents of file", i / 3 * 3);
+        fs_err::write(dir.join(format!("{}/{i}", i / 500)), text).unwrap();
+    }
+    let cache = scratch.join("cache");
+    let store = memory_store();
+    let mut digests = Vec::new();
+    // Without, with, and with what the build before remembered.
+    for cache in [None, Some(cache.clone()), Some(cache.clone())] {
+        let mut options = options("base/many:1", Source::Dir(dir.clone()));
+        options.cache = cache;
+        let report = build(&store, &options, &Reads::default()).unwrap();
+        assert_eq!(report.counts.files, 45_000);
+        digests.push(report.published.digest);
+    }
+    assert_eq!(digests[0], digests[1]);
+    assert_eq!(digests[0], digests[2]);
+    let packed = Packed::load(&store, digests[0], Vec::new());
+    let tree = packed.tree();
+    assert_eq!(tree.get("89/44999").content(), b"44997 contents of file");
+}

@@ -720,3 +720,39 @@ fn bombs_are_bounded_over_all_layers() {
     options.limits.max_bytes = 14 << 20;
     import(&memory_store(), &options, &Silent).unwrap();
 }
+
+#[test]
+fn a_layer_that_cannot_be_packed_keeps_those_below_back() {
+    let scratch = ScratchDir::new("image-per-layer-fails").unwrap();
+    let good = layer(|tar| {
+        tar.dir("d", 0o755).file("d/f", "1");
+    })
+    .finish();
+    let bad = layer(|tar| {
+        tar.hard_link("x", "not/there");
+    })
+    .finish();
+    let store = memory_store();
+    let mut options = options(&scratch, "");
+    options.reference = "base/per:1".parse().unwrap();
+    options.per_layer = true;
+    Layout::new(scratch.path()).image("t", "amd64", &[good.clone(), good.clone(), bad]);
+    let error = import(&store, &options, &Silent).unwrap_err();
+    assert!(error.to_string().contains("not/there"), "{error}");
+    assert!(store.list().unwrap().is_empty());
+    // And a version that is taken.
+    fs_err::remove_dir_all(scratch.path()).unwrap();
+    fs_err::create_dir_all(scratch.path()).unwrap();
+    Layout::new(scratch.path()).image("t", "amd64", &[good.clone(), good]);
+    let other = scratch.mkdir("other").unwrap();
+    let taken = crate::support::options("workspace/x:1", layerpack_packer::Source::Dir(other));
+    let mut taken = taken;
+    taken.reference = "diff/per:1".parse().unwrap();
+    layerpack_packer::build(&store, &taken, &Silent).unwrap();
+    let error = import(&store, &options, &Silent).unwrap_err();
+    assert!(error.to_string().contains("diff/per:1"), "{error}");
+    let names: Vec<String> = (store.list().unwrap().iter())
+        .map(|(name, _)| name.to_string())
+        .collect();
+    assert_eq!(names, ["diff/per:1"]);
+}

@@ -7,7 +7,7 @@ use layerpack_fixtures::tar::{Header, TarWriter, kind};
 use crate::support::{base, refused, try_tar, upper};
 
 /// `cargo xtask test --full` asks for more; the default keeps a build without optimisation short.
-fn entries() -> u64 {
+pub fn entries() -> u64 {
     if *layerpack_fixtures::trees::seeds().end() > 10 {
         1_000_000
     } else {

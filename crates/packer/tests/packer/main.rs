@@ -35,6 +35,7 @@ mod privileged_merge;
 mod privileged_model;
 mod privileged_real;
 mod privileged_upper;
+mod privileged_wide;
 mod rebase;
 mod same_digest;
 mod scrub;

@@ -476,3 +476,55 @@ fn every_limit_holds_for_every_source() {
     })
     .refused(&scratch, &dir, &["user.big", "299"]);
 }
+
+/// What who knows nothing of holes would get is bounded too.
+#[test]
+fn holes_count_where_apparent_bytes_are_bounded() {
+    let scratch = ScratchDir::new("apparent").unwrap();
+    let dir = scratch.mkdir("tree").unwrap();
+    let sparse = fs_err::File::create(dir.join("sparse")).unwrap();
+    sparse.set_len(1 << 40).unwrap();
+    fs_err::write(dir.join("dense"), b"1234").unwrap();
+    let archive = scratch.join("sparse.tar");
+    let made = std::process::Command::new("tar")
+        .args(["--sparse", "-cf"])
+        .arg(&archive)
+        .arg("-C")
+        .arg(&dir)
+        .arg(".")
+        .status();
+    assert!(made.unwrap().success());
+    for source in [
+        layerpack_packer::Source::Dir(dir.clone()),
+        layerpack_packer::Source::Tar(archive.clone()),
+    ] {
+        let mut options = crate::support::options("base/x:1", source);
+        options.limits.max_apparent = (1 << 40) + 4;
+        crate::support::try_pack(&crate::support::memory_store(), &options).unwrap();
+        options.limits.max_apparent -= 1;
+        let error = crate::support::try_pack(&crate::support::memory_store(), &options);
+        let error = error.err().unwrap().to_string();
+        assert!(
+            error.contains("holes included") && error.contains("--max-bytes"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn including_what_is_not_there_is_told() {
+    let scratch = ScratchDir::new("include-nothing").unwrap();
+    let dir = scratch.mkdir("tree/etc").unwrap();
+    fs_err::write(dir.join("passwd"), b"1").unwrap();
+    for (include, warns) in [("nothing", true), ("etc/passwd", false)] {
+        let source = layerpack_packer::Source::Dir(scratch.join("tree"));
+        let mut options = crate::support::options("base/x:1", source);
+        options.includes = vec![include.to_owned()];
+        let packed = crate::support::try_pack(&crate::support::memory_store(), &options).unwrap();
+        let told = packed
+            .warnings
+            .iter()
+            .any(|line| line.contains("--include"));
+        assert_eq!(told, warns, "{:?}", packed.warnings);
+    }
+}

@@ -67,6 +67,63 @@ fn a_sandbox_at_rest_is_halted_once() {
 }
 
 #[test]
+fn deep_and_wide_uppers_are_whole() {
+    for depth in [3_u64, 200] {
+        let scratch = ScratchDir::new("deep").unwrap();
+        let upper = scratch.mkdir("upper").unwrap();
+        let mut expected = vec![(String::new(), None)];
+        let mut here = String::new();
+        for level in 0..depth {
+            for (name, content) in [("a", "1"), ("z", "22")] {
+                let path = format!("{here}{name}");
+                fs_err::write(upper.join(&path), content).unwrap();
+                expected.push((path, Some(content.to_owned())));
+            }
+            let directory = format!("{here}d{level}");
+            fs_err::create_dir(upper.join(&directory)).unwrap();
+            expected.push((directory.clone(), None));
+            here = format!("{directory}/");
+        }
+        for file in 0..1500 {
+            let path = format!("{here}file-{file}");
+            fs_err::write(upper.join(&path), format!("{file}")).unwrap();
+            expected.push((path, Some(format!("{file}"))));
+        }
+        expected.sort();
+        let store = memory_store();
+        let sandbox = Sandbox::new(|_| {});
+        let report = snapshot(&store, &with(&upper), &sandbox, &Silent).unwrap();
+        let tree = Packed::load(&store, report.published.unwrap().digest, Vec::new()).tree();
+        assert_eq!(tree.paths().len(), expected.len(), "{depth}");
+        for (path, content) in &expected {
+            if let Some(content) = content {
+                assert_eq!(tree.get(path).content(), content.as_bytes(), "{path}");
+            }
+        }
+        // What is left out is not looked into, and does not count.
+        let mut some = with(&upper);
+        some.excludes = vec!["file-*".to_owned()];
+        some.limits.max_entries = 3 * depth;
+        let report = snapshot(&memory_store(), &some, &sandbox, &Silent).unwrap();
+        assert_eq!(report.counts.files, 2 * depth);
+        some.limits.max_entries -= 1;
+        let error = snapshot(&memory_store(), &some, &sandbox, &Silent).unwrap_err();
+        assert!(
+            matches!(
+                error,
+                PackError::Limit {
+                    name: "max_entries",
+                    ..
+                }
+            ),
+            "{error}"
+        );
+        // Each let it go on.
+        assert_eq!(sandbox.times(), 3);
+    }
+}
+
+#[test]
 fn what_changes_afterwards_is_taken_as_of_one_moment() {
     let scratch = ScratchDir::new("moment").unwrap();
     let upper = scratch.mkdir("upper").unwrap();

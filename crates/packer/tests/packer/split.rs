@@ -359,3 +359,30 @@ fn whiteouts_of_an_archive_hide_nothing_and_empty_parts_are_told() {
     let error = build_split(&memory_store(), &wrong, &split(RULES), &Silent).unwrap_err();
     assert!(error.to_string().contains("base"), "{error}");
 }
+
+#[test]
+fn a_part_whose_version_is_taken_keeps_all_back() {
+    let scratch = ScratchDir::new("split-taken").unwrap();
+    let dir = scratch.mkdir("tree").unwrap();
+    sample(&dir);
+    let store = memory_store();
+    let options = options("base/any:1", Source::Dir(dir.clone()));
+    // The last part's version has other contents already.
+    let other = scratch.mkdir("other").unwrap();
+    let taken = crate::support::options("toolkit/go:1", Source::Dir(other));
+    layerpack_packer::build(&store, &taken, &Silent).unwrap();
+    let error = build_split(&store, &options, &split(RULES), &Silent).unwrap_err();
+    assert!(chain(&error).contains("toolkit/go:1"), "{}", chain(&error));
+    let names: Vec<String> = (store.list().unwrap().iter())
+        .map(|(name, _)| name.to_string())
+        .collect();
+    assert_eq!(names, ["toolkit/go:1"]);
+    // Without the obstacle everything is published, each part with what it cost.
+    store.remove(&"toolkit/go:1".parse().unwrap()).unwrap();
+    let report = build_split(&store, &options, &split(RULES), &Silent).unwrap();
+    assert_eq!(store.list().unwrap().len(), 3);
+    let raw: Vec<u64> = (report.parts.iter())
+        .map(|part| part.published.stats.raw_bytes)
+        .collect();
+    assert!(raw[0] > 0 && raw[1..] == [0, 0], "{raw:?}");
+}

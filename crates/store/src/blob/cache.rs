@@ -17,7 +17,7 @@ use std::time::SystemTime;
 use fs_err as fs;
 
 use super::open::ReadCacheOptions;
-use super::{BlobStore, BlobWriter, ObjectInfo, PutMode, PutOutcome};
+use super::{BlobStore, BlobWriter, Disagreement, ObjectInfo, PutMode, PutOutcome, Span};
 use crate::codec;
 use crate::digest::Digest;
 use crate::error::Result;
@@ -210,6 +210,30 @@ impl BlobStore for CachedStore {
         self.inner.get_range(key, range)
     }
 
+    /// Past the copy here, which is replaced by what is accepted.
+    fn reread(
+        &self,
+        key: &Key,
+        span: &Span,
+        accept: &mut dyn FnMut(&[u8], &str) -> bool,
+    ) -> Result<bool> {
+        let path = self.path(key).filter(|_| span.range().is_none());
+        if path.is_some() {
+            self.forget(key);
+        }
+        self.inner.reread(key, span, &mut |bytes, from| {
+            let accepted = accept(bytes, from);
+            if let Some(path) = path.as_ref().filter(|_| accepted) {
+                self.keep(key, path, bytes);
+            }
+            accepted
+        })
+    }
+
+    fn take_disagreements(&self) -> Vec<Disagreement> {
+        self.inner.take_disagreements()
+    }
+
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<PutOutcome> {
         self.forget(key);
         self.inner.put(key, bytes, mode)
@@ -235,6 +259,10 @@ impl BlobStore for CachedStore {
 
     fn url(&self) -> String {
         self.inner.url()
+    }
+
+    fn first_url(&self) -> String {
+        self.inner.first_url()
     }
 
     fn decides_races(&self) -> bool {

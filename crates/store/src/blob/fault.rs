@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::{BlobStore, BlobWriter, ObjectInfo, PutMode, PutOutcome};
+use super::{BlobStore, BlobWriter, Disagreement, ObjectInfo, PutMode, PutOutcome, Span};
 use crate::error::{Result, StoreError};
 use crate::key::Key;
 
@@ -285,6 +285,43 @@ impl BlobStore for FaultStore {
         )
     }
 
+    /// Counts as one call, whatever the store asks for in it; the fault bends its first answer.
+    fn reread(
+        &self,
+        key: &Key,
+        span: &Span,
+        accept: &mut dyn FnMut(&[u8], &str) -> bool,
+    ) -> Result<bool> {
+        let operation = match span {
+            Span::Whole { .. } => Operation::Get,
+            Span::Range(_) => Operation::GetRange,
+        };
+        let bends = std::cell::Cell::new(false);
+        let mut ask = || {
+            self.inner.reread(key, span, &mut |bytes, from| {
+                if bends.replace(false) {
+                    accept(&bend_bytes(bytes.to_vec(), self.fault), from)
+                } else {
+                    accept(bytes, from)
+                }
+            })
+        };
+        let wrong = matches!(self.fault, Fault::Truncate | Fault::Corrupt);
+        if wrong && self.hits(operation) {
+            self.fired.store(true, Ordering::SeqCst);
+            bends.set(true);
+            return ask();
+        }
+        if wrong {
+            return ask();
+        }
+        self.call(operation, key.as_str(), ask, |_, _| Ok(false))
+    }
+
+    fn take_disagreements(&self) -> Vec<Disagreement> {
+        self.inner.take_disagreements()
+    }
+
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<PutOutcome> {
         let act = || self.inner.put(key, bytes, mode);
         self.call(Operation::Put, key.as_str(), act, |value, _| Ok(value))
@@ -325,6 +362,10 @@ impl BlobStore for FaultStore {
 
     fn url(&self) -> String {
         self.inner.url()
+    }
+
+    fn first_url(&self) -> String {
+        self.inner.first_url()
     }
 
     fn decides_races(&self) -> bool {

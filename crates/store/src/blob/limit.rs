@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{BlobStore, BlobWriter, ObjectInfo, PutMode, PutOutcome};
+use super::{BlobStore, BlobWriter, ObjectInfo, PutMode, PutOutcome, Span};
 use crate::error::Result;
 use crate::key::Key;
 
@@ -135,6 +135,19 @@ impl BlobStore for LimitedStore {
         let bytes = self.inner.get_range(key, range)?;
         let _ = self.charge(bytes.len() as u64, Instant::now());
         Ok(bytes)
+    }
+
+    fn reread(
+        &self,
+        key: &Key,
+        span: &Span,
+        accept: &mut dyn FnMut(&[u8], &str) -> bool,
+    ) -> Result<bool> {
+        self.admit(0);
+        self.inner.reread(key, span, &mut |bytes, from| {
+            let _ = self.charge(bytes.len() as u64, Instant::now());
+            accept(bytes, from)
+        })
     }
 
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<PutOutcome> {

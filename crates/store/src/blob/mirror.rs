@@ -10,13 +10,15 @@
 //! An address that fails is asked last for a while: a second at first, twice as long after each
 //! further failure, a minute at most.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{BlobStore, BlobWriter, ObjectInfo, PutMode, PutOutcome};
+use super::{BlobStore, BlobWriter, Disagreement, ObjectInfo, PutMode, PutOutcome, Span};
 use crate::error::{Result, StoreError};
 use crate::key::Key;
+use crate::layer::again::is_wrong;
 
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
@@ -63,6 +65,14 @@ impl Address {
     }
 }
 
+/// What is wrong, without the object's name.
+fn words_of(error: &StoreError) -> String {
+    match error {
+        StoreError::Corrupt { what, .. } => what.clone(),
+        other => other.to_string(),
+    }
+}
+
 /// What kind of object a key is for, as far as copies go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Trust {
@@ -89,7 +99,13 @@ impl Trust {
 pub struct MirrorStore {
     first: Address,
     copies: Vec<Address>,
+    disagreements: Mutex<BTreeSet<Disagreement>>,
 }
+
+/// What is wrong with an object that an address does not have.
+pub(crate) const ABSENT: &str = "it is missing there";
+/// Most disagreements that are remembered.
+const MAX_DISAGREEMENTS: usize = 4096;
 
 impl MirrorStore {
     /// `first` and copies of it, in the order in which they are asked.
@@ -102,6 +118,58 @@ impl MirrorStore {
         Self {
             first: address(first),
             copies: copies.into_iter().map(address).collect(),
+            disagreements: Mutex::default(),
+        }
+    }
+
+    /// The addresses in the order in which they are asked now, and whether each is the first.
+    fn order(&self) -> Vec<(bool, &Address)> {
+        let now = Instant::now();
+        let mut order: Vec<(bool, &Address)> = std::iter::once((true, &self.first))
+            .chain(self.copies.iter().map(|copy| (false, copy)))
+            .collect();
+        order.sort_by_key(|(_, address)| address.is_paused(now)); // stable: the order stays
+        order
+    }
+
+    fn disagreements(&self) -> MutexGuard<'_, BTreeSet<Disagreement>> {
+        // Facts, each whole.
+        self.disagreements
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What some addresses had wrong (each with its words) and `good` has right.
+    fn disagree(
+        &self,
+        key: &Key,
+        range: Option<Range<u64>>,
+        wrong: Vec<(String, String)>,
+        good: &str,
+    ) {
+        for (bad, what) in wrong {
+            let disagreement = Disagreement {
+                key: key.to_string(),
+                // Of an object that is not there, no part is.
+                range: (what != ABSENT)
+                    .then(|| range.as_ref().map(|r| (r.start, r.end)))
+                    .flatten(),
+                bad,
+                good: good.to_owned(),
+                what,
+            };
+            let mut known = self.disagreements();
+            if known.len() >= MAX_DISAGREEMENTS || known.contains(&disagreement) {
+                continue;
+            }
+            let Disagreement { bad, what, .. } = &disagreement;
+            // A store that was seeded lacks objects by purpose.
+            if what == ABSENT {
+                tracing::debug!(%key, bad, good, "read from a copy: {what}");
+            } else {
+                tracing::warn!(%key, bad, good, "read from another address of the store: {what}");
+            }
+            known.insert(disagreement);
         }
     }
 
@@ -124,27 +192,44 @@ impl MirrorStore {
     fn read<T>(
         &self,
         key: &Key,
+        range: Option<Range<u64>>,
         act: impl Fn(&dyn BlobStore) -> Result<Option<T>>,
     ) -> Result<Option<T>> {
         let trust = Trust::of(key);
         if trust == Trust::Agreement {
             return Self::ask(&self.first, &act);
         }
-        let now = Instant::now();
-        let mut order: Vec<(bool, &Address)> = std::iter::once((true, &self.first))
-            .chain(self.copies.iter().map(|copy| (false, copy)))
-            .collect();
-        order.sort_by_key(|(_, address)| address.is_paused(now)); // stable: the order stays
         let mut failure = None;
         let mut none_at_first = false;
-        for (is_first, address) in order {
-            match Self::ask(address, &act) {
-                Ok(Some(found)) => return Ok(Some(found)),
+        let mut wrong = Vec::new();
+        for (is_first, address) in self.order() {
+            let mut answer = Self::ask(address, &act);
+            if trust == Trust::Content && answer.as_ref().is_err_and(is_wrong) {
+                answer = Self::ask(address, &act); // it may have been damaged on the way
+            }
+            match answer {
+                Ok(Some(found)) => {
+                    if trust == Trust::Content && !wrong.is_empty() {
+                        self.disagree(key, range, wrong, &address.store.url());
+                    }
+                    return Ok(Some(found));
+                }
                 Ok(None) if is_first && trust == Trust::Changing => return Ok(None),
-                Ok(None) => none_at_first |= is_first,
-                // The first address's own words, else what came first.
-                Err(error) if is_first => failure = Some(error),
-                Err(error) => failure = failure.or(Some(error)),
+                Ok(None) => {
+                    none_at_first |= is_first;
+                    if is_first {
+                        wrong.push((address.store.url(), ABSENT.to_owned()));
+                    }
+                }
+                Err(error) => {
+                    if error.is_damage() {
+                        wrong.push((address.store.url(), words_of(&error)));
+                    }
+                    // The first address's own words, else what came first.
+                    if is_first || failure.is_none() {
+                        failure = Some(error);
+                    }
+                }
             }
         }
         match failure {
@@ -158,19 +243,69 @@ impl MirrorStore {
 
 impl BlobStore for MirrorStore {
     fn get(&self, key: &Key, max_len: u64) -> Result<Option<Vec<u8>>> {
-        self.read(key, |store| store.get(key, max_len))
+        self.read(key, None, |store| store.get(key, max_len))
     }
 
     fn get_range(&self, key: &Key, range: Range<u64>) -> Result<Vec<u8>> {
-        let found = self.read(key, |store| match store.get_range(key, range.clone()) {
-            Ok(bytes) => Ok(Some(bytes)),
-            Err(StoreError::Missing { .. }) => Ok(None),
-            Err(error) => Err(error),
-        })?;
+        let span = Span::Range(range.clone());
+        let found = self.read(key, Some(range), |store| span.read(store, key))?;
         found.ok_or_else(|| StoreError::Missing {
             store: self.url(),
             key: key.to_string(),
         })
+    }
+
+    /// Content from each address in turn, the one that is asked first also: what it sent may have
+    /// been damaged on the way. What can change only from the first.
+    fn reread(
+        &self,
+        key: &Key,
+        span: &Span,
+        accept: &mut dyn FnMut(&[u8], &str) -> bool,
+    ) -> Result<bool> {
+        if Trust::of(key) != Trust::Content {
+            return self.first.store.reread(key, span, accept);
+        }
+        let mut failure = None;
+        let mut wrong = Vec::new();
+        for (is_first, address) in self.order() {
+            let url = address.store.url();
+            let mut came = false;
+            match address.store.reread(key, span, &mut |bytes, from| {
+                came = true;
+                accept(bytes, from)
+            }) {
+                Ok(true) => {
+                    address.note(false);
+                    self.disagree(key, span.range(), wrong, &url);
+                    return Ok(true);
+                }
+                Ok(false) if came => {
+                    address.note(false);
+                    wrong.push((url, "its bytes do not have their digest".to_owned()));
+                }
+                Ok(false) => {
+                    address.note(false);
+                    if is_first {
+                        wrong.push((url, ABSENT.to_owned()));
+                    }
+                }
+                Err(error) => {
+                    address.note(!error.is_damage());
+                    if error.is_damage() {
+                        wrong.push((url, words_of(&error)));
+                    }
+                    failure = failure.or(Some(error));
+                }
+            }
+        }
+        failure.map_or(Ok(false), Err)
+    }
+
+    fn take_disagreements(&self) -> Vec<Disagreement> {
+        std::mem::take(&mut *self.disagreements())
+            .into_iter()
+            .collect()
     }
 
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<PutOutcome> {
@@ -201,6 +336,10 @@ impl BlobStore for MirrorStore {
             url.push_str(&copy.store.url());
         }
         url
+    }
+
+    fn first_url(&self) -> String {
+        self.first.store.url()
     }
 
     fn decides_races(&self) -> bool {

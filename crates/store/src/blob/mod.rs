@@ -23,6 +23,7 @@ mod open;
 pub mod remote;
 mod retry;
 mod s3;
+mod span;
 
 use std::fmt;
 use std::ops::Range;
@@ -40,6 +41,7 @@ pub use open::{OpenOptions, ReadCacheOptions, S3Credentials, open, open_url};
 pub use remote::Timeouts;
 pub use retry::{RetryPolicy, RetryStore};
 pub use s3::S3Store;
+pub use span::{Disagreement, Span};
 
 use crate::error::Result;
 use crate::key::Key;
@@ -137,8 +139,39 @@ pub trait BlobStore: Send + Sync + fmt::Debug {
         self.delete(key)
     }
 
+    /// Reads again what came and was not what it must be: its digest or its checksum is wrong. Each
+    /// answer goes to `accept`, with the address that it is from, until one is accepted; the
+    /// answer is whether one was. A store with several addresses asks each of them, a remote one
+    /// asks twice; none takes an answer from a cache. Only who knows what the bytes must be can
+    /// call it, so reads do not do this by themselves.
+    ///
+    /// # Errors
+    /// If nothing was accepted and an address failed.
+    fn reread(
+        &self,
+        key: &Key,
+        span: &Span,
+        accept: &mut dyn FnMut(&[u8], &str) -> bool,
+    ) -> Result<bool> {
+        Ok(span
+            .read(self, key)?
+            .is_some_and(|bytes| accept(&bytes, &self.url())))
+    }
+
+    /// Objects that one address of the store had wrong or not at all and another had right, as far
+    /// as reads came upon them since the last call. Empty for a store of one address.
+    fn take_disagreements(&self) -> Vec<Disagreement> {
+        Vec::new()
+    }
+
     /// The store's address, for messages and for opening it again.
     fn url(&self) -> String;
+
+    /// Of a store with several addresses the one that is written to and listed, and that sizes
+    /// come from; for messages.
+    fn first_url(&self) -> String {
+        self.url()
+    }
 
     /// Whether [`PutMode::IfAbsent`] decides between writers at once: exactly one is told
     /// [`PutOutcome::Created`]. Else two may be, and the last one's bytes stay; who cares makes

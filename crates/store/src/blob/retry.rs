@@ -10,13 +10,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use super::{BlobStore, BlobWriter, ObjectInfo, PutMode, PutOutcome};
-use crate::digest::Digest;
+use super::{BlobStore, BlobWriter, ObjectInfo, PutMode, PutOutcome, Span};
 use crate::error::{Result, StoreError};
 use crate::key::Key;
 
 /// Retries that may be made without any success, in tenths.
 const BUDGET: u32 = 300;
+/// How often damaged bytes are read again.
+const REREADS: u32 = 2;
 
 /// When and how often an operation that failed for a passing reason is tried again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -175,26 +176,9 @@ impl RetryStore {
     }
 }
 
-/// Whether an object's key is the digest of its bytes.
-fn is_named_by_content(key: &Key) -> bool {
-    ["manifests/", "packs/", "index/"]
-        .iter()
-        .any(|family| key.as_str().starts_with(family))
-}
-
 impl BlobStore for RetryStore {
     fn get(&self, key: &Key, max_len: u64) -> Result<Option<Vec<u8>>> {
-        let found = self.run(|| self.inner.get(key, max_len))?;
-        // Bytes that do not have the digest that names them were damaged at rest or on the way;
-        // a second look tells. What comes then is the caller's to judge.
-        let expected = key.digest().filter(|_| is_named_by_content(key));
-        match (&found, expected) {
-            (Some(bytes), Some(digest)) if Digest::of(bytes) != digest => {
-                tracing::debug!(%key, "reading again: the bytes do not have their digest");
-                self.run(|| self.inner.get(key, max_len))
-            }
-            _ => Ok(found),
-        }
+        self.run(|| self.inner.get(key, max_len))
     }
 
     fn get_range(&self, key: &Key, range: Range<u64>) -> Result<Vec<u8>> {
@@ -208,6 +192,42 @@ impl BlobStore for RetryStore {
                 Err(self.broken(key, what))
             }
         })
+    }
+
+    /// At most twice: bytes that are wrong three times are wrong where they lie.
+    fn reread(
+        &self,
+        key: &Key,
+        span: &Span,
+        accept: &mut dyn FnMut(&[u8], &str) -> bool,
+    ) -> Result<bool> {
+        let since = Instant::now();
+        let mut turn = 0;
+        let mut failed = 0;
+        loop {
+            if !self.spend() {
+                tracing::warn!(%key, "too many failures to read again what came damaged");
+                return Ok(false);
+            }
+            tracing::debug!(%key, "reading again: the bytes are not what they must be");
+            match self.inner.reread(key, span, accept) {
+                Ok(true) => return Ok(true),
+                Ok(false) => {
+                    turn += 1;
+                    if turn >= REREADS.min(self.policy.attempts.saturating_sub(1)) {
+                        return Ok(false);
+                    }
+                    std::thread::sleep(self.policy.wait(turn, None));
+                }
+                Err(error) => {
+                    failed += 1;
+                    let Some(wait) = self.policy.next(failed, since, &error) else {
+                        return Err(error);
+                    };
+                    std::thread::sleep(wait);
+                }
+            }
+        }
     }
 
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<PutOutcome> {

@@ -343,7 +343,9 @@ impl IndexSegment {
     /// # Errors
     /// If there are more than 2^32-1 packs.
     pub fn to_bytes(&self) -> Result<Vec<u8>, FormatError> {
-        let mut body = Vec::with_capacity(self.packs.len() * 48 + self.entries.len() * 40);
+        let len = self.packs.len() * 48 + self.entries.len() * 40;
+        let mut body = Vec::with_capacity(size_of::<Header>() + len);
+        body.resize(size_of::<Header>(), 0); // its place
         for p in &self.packs {
             let wire = WirePack {
                 id: p.id,
@@ -362,11 +364,12 @@ impl IndexSegment {
         }
         let pack_count = u32::try_from(self.packs.len())
             .map_err(|_| FormatError::new(NAME, "it has more than 2^32-1 packs"))?;
-        let header = Header::new(self.entries.len() as u64, pack_count, crc32c::crc32c(&body));
-        let mut bytes = Vec::with_capacity(size_of::<Header>() + body.len());
-        bytes.extend_from_slice(header.as_bytes());
-        bytes.append(&mut body);
-        Ok(bytes)
+        let crc = crc32c::crc32c(body.get(size_of::<Header>()..).unwrap_or_default());
+        let header = Header::new(self.entries.len() as u64, pack_count, crc);
+        if let Some(place) = body.get_mut(..size_of::<Header>()) {
+            place.copy_from_slice(header.as_bytes());
+        }
+        Ok(body)
     }
 
     /// The packs covered.

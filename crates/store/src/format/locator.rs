@@ -242,9 +242,9 @@ impl Locator {
     /// The locator's bytes, as [`Locator::parse`] reads them.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
-        let mut body = Vec::with_capacity(
-            self.packs.len() * 40 + self.frames.len() * 56 + self.extents.len() * 8,
-        );
+        let len = self.packs.len() * 40 + self.frames.len() * 56 + self.extents.len() * 8;
+        let mut body = Vec::with_capacity(size_of::<Header>() + len);
+        body.resize(size_of::<Header>(), 0); // its place
         for p in &self.packs {
             body.extend_from_slice(
                 WirePack {
@@ -281,14 +281,14 @@ impl Locator {
             extent_count: (self.extents.len() as u64).into(),
             pack_count: count(self.packs.len()).into(),
             frame_count: count(self.frames.len()).into(),
-            body_crc: crc32c::crc32c(&body).into(),
+            body_crc: crc32c::crc32c(body.get(size_of::<Header>()..).unwrap_or_default()).into(),
             crc: U32::new(0),
         };
         header.crc = header_crc(&header).into();
-        let mut bytes = Vec::with_capacity(size_of::<Header>() + body.len());
-        bytes.extend_from_slice(header.as_bytes());
-        bytes.append(&mut body);
-        bytes
+        if let Some(place) = body.get_mut(..size_of::<Header>()) {
+            place.copy_from_slice(header.as_bytes());
+        }
+        body
     }
 
     /// Digest of the map that this locator is for.

@@ -4,6 +4,7 @@
 use std::iter::Copied;
 use std::ops::Range;
 use std::slice::Iter;
+use std::sync::OnceLock;
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -86,7 +87,20 @@ pub struct LayerMap {
     data_size: u64,
     extents: Vec<Extent>,
     implicit: Vec<Vec<u8>>,
+    blob: Known,
 }
+
+/// What [`LayerMap::blob`] found. No part of what a map is.
+#[derive(Debug, Clone, Default)]
+struct Known(OnceLock<Blob>);
+
+impl PartialEq for Known {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for Known {}
 
 impl LayerMap {
     /// Parses a map's raw bytes.
@@ -141,6 +155,7 @@ impl LayerMap {
             data_size,
             extents,
             implicit,
+            blob: Known::default(),
         })
     }
 
@@ -155,10 +170,10 @@ impl LayerMap {
         bytes
     }
 
-    /// Digest and size of the raw bytes.
+    /// Digest and size of the raw bytes. Found once.
     #[must_use]
     pub fn blob(&self) -> Blob {
-        self.parts().blob()
+        *self.blob.0.get_or_init(|| self.parts().blob())
     }
 
     /// The raw bytes piece by piece.
@@ -358,6 +373,7 @@ impl MapBuilder {
             data_size: self.data_size,
             extents: self.extents,
             implicit: self.implicit,
+            blob: Known::default(),
         };
         let implicit_bytes: u64 = map.implicit.iter().map(|p| 2 + p.len() as u64).sum();
         let size = (map.extents.len() as u64)

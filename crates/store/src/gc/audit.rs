@@ -124,6 +124,7 @@ impl LayerStore {
             read_data,
             ..AuditReport::default()
         };
+        drop(self.blobs().take_disagreements());
         if let Some(lost) = self.lost_marker()? {
             report.warnings.push(lost.to_string());
         }
@@ -169,6 +170,9 @@ impl LayerStore {
         self.audit_signatures(&objects, &marks, &mut findings)?;
         self.audit_index(&objects, &marks, &packs, &mut findings, &mut report)?;
         self.audit_orphans(&objects, &marks, &mut findings, &mut report)?;
+        for found in self.blobs().take_disagreements() {
+            findings.add(&found.to_error(), None); // no layer is the worse for it
+        }
         for (digest, layer) in &marks.layers {
             let sound = !findings
                 .damaged

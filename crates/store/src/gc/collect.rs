@@ -154,16 +154,16 @@ impl LayerStore {
     /// The packs that an index segment names, by its head alone.
     pub(super) fn packs_of_index(&self, object: &ObjectInfo) -> Result<Vec<IndexPack>> {
         let bad = |e| self.bad(&object.key, &e);
-        let head = self
-            .blobs()
-            .get_range(&object.key, 0..HEADER_LEN.min(object.size))?;
-        let count = pack_count(&head).map_err(bad)?;
+        let head = 0..HEADER_LEN.min(object.size);
+        let count =
+            self.range_checked(&object.key, head, &mut |head| pack_count(head).map_err(bad))?;
         let end = HEADER_LEN.saturating_add(u64::from(count).saturating_mul(PACK_LEN));
         if end > object.size {
             return Err(self.corrupt(&object.key, "it ends within its packs"));
         }
-        let packs = self.blobs().get_range(&object.key, HEADER_LEN..end)?;
-        packs_in(&packs, count).map_err(bad)
+        self.range_checked(&object.key, HEADER_LEN..end, &mut |packs| {
+            packs_in(packs, count).map_err(bad)
+        })
     }
 }
 

@@ -11,9 +11,10 @@ use serde::{Deserialize, Serialize};
 
 use super::lease::unix_now;
 use super::sealed::{seal, unseal};
-use crate::blob::{BlobStore, PutMode};
+use crate::blob::{BlobStore, PutMode, Span};
 use crate::error::{FormatError, Result, StoreError};
 use crate::key::Key;
+use crate::layer::again::read_checked;
 
 const NAME: &str = "condemned list";
 /// Objects in one list, at most.
@@ -93,11 +94,8 @@ impl CondemnedList {
 
     /// Reads a list; `None` if it is gone.
     pub(super) fn get(blobs: &dyn BlobStore, key: &Key, id: &str) -> Result<Option<Self>> {
-        let Some(bytes) = blobs.get(key, MAX_LIST)? else {
-            return Ok(None);
-        };
-        let parse = || {
-            let mut list: Self = unseal(NAME, &bytes)?;
+        let parse = |bytes: &[u8]| {
+            let mut list: Self = unseal(NAME, bytes)?;
             if list.format != 1 {
                 let what = format!("its format is {}, known is 1", list.format);
                 return Err(FormatError::newer(NAME, what));
@@ -105,9 +103,10 @@ impl CondemnedList {
             list.id = id.to_owned();
             Ok(list)
         };
-        parse()
-            .map(Some)
-            .map_err(|e| StoreError::format(&blobs.url(), key.as_str(), &e))
+        let whole = Span::Whole { max_len: MAX_LIST };
+        read_checked(blobs, key, &whole, &mut |bytes| {
+            parse(bytes).map_err(|e| StoreError::format(&blobs.url(), key.as_str(), &e))
+        })
     }
 }
 

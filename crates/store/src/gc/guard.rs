@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::mark::places_of;
 use super::session::Session;
-use crate::blob::{BlobStore, BlobWriter, ObjectInfo, PutMode, PutOutcome};
+use crate::blob::{BlobStore, BlobWriter, Disagreement, ObjectInfo, PutMode, PutOutcome, Span};
 use crate::digest::Digest;
 use crate::error::{Result, StoreError};
 use crate::key::Key;
@@ -109,6 +109,22 @@ impl BlobStore for Guarded {
         self.inner.get_range(key, range)
     }
 
+    /// Once, and not from another address: what a new layer relies on, or what is to be healed, is
+    /// what the address has that is written to.
+    fn reread(
+        &self,
+        key: &Key,
+        span: &Span,
+        accept: &mut dyn FnMut(&[u8], &str) -> bool,
+    ) -> Result<bool> {
+        let found = span.read(self, key)?;
+        Ok(found.is_some_and(|bytes| accept(&bytes, &self.url())))
+    }
+
+    fn take_disagreements(&self) -> Vec<Disagreement> {
+        self.inner.take_disagreements()
+    }
+
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<PutOutcome> {
         self.before(key)?;
         if key.as_str().starts_with("manifests/") {
@@ -150,6 +166,10 @@ impl BlobStore for Guarded {
 
     fn url(&self) -> String {
         self.inner.url()
+    }
+
+    fn first_url(&self) -> String {
+        self.inner.first_url()
     }
 
     fn decides_races(&self) -> bool {

@@ -11,10 +11,11 @@ use serde::{Deserialize, Serialize};
 
 use super::sealed::{seal, unseal};
 use super::session::SESSION_TTL;
-use crate::blob::{BlobStore, ObjectInfo, PutMode};
+use crate::blob::{BlobStore, ObjectInfo, PutMode, Span};
 use crate::digest::Digest;
 use crate::error::{FormatError, Result, StoreError};
 use crate::key::Key;
+use crate::layer::again::read_checked;
 
 pub(super) const NAME: &str = "lease";
 /// Largest lease in bytes.
@@ -153,13 +154,9 @@ impl Leases {
     pub(super) fn read(blobs: &dyn BlobStore, now: Option<SystemTime>) -> Result<Self> {
         let mut leases = Self::default();
         for ObjectInfo { key, modified, .. } in blobs.list("leases/")? {
-            let read = blobs.get(&key, MAX_LEASE).and_then(|bytes| {
-                bytes
-                    .map(|bytes| {
-                        Lease::parse(&bytes)
-                            .map_err(|e| StoreError::format(&blobs.url(), key.as_str(), &e))
-                    })
-                    .transpose()
+            let whole = Span::Whole { max_len: MAX_LEASE };
+            let read = read_checked(blobs, &key, &whole, &mut |bytes| {
+                Lease::parse(bytes).map_err(|e| StoreError::format(&blobs.url(), key.as_str(), &e))
             });
             match read {
                 Ok(None) => {} // released meanwhile

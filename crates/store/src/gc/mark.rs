@@ -10,11 +10,12 @@ use serde::Serialize;
 
 use super::lease::Leases;
 use super::parallel;
-use crate::blob::BlobStore;
+use crate::blob::{BlobStore, Span};
 use crate::digest::Digest;
 use crate::error::{Result, StoreError};
 use crate::format::locator::{MAX_LOCATOR_BYTES, Places};
 use crate::key::Key;
+use crate::layer::again::read_checked;
 use crate::layer::{LayerStore, MAX_SMALL};
 use crate::manifest::Manifest;
 
@@ -203,16 +204,17 @@ fn named_in(blobs: &dyn BlobStore, key: &Key) -> Result<Vec<Digest>> {
     struct Named {
         manifest: Option<Digest>,
     }
-    let Some(bytes) = blobs.get(key, MAX_SMALL)? else {
-        return Ok(Vec::new()); // removed meanwhile
-    };
-    let named: Named = serde_json::from_slice(&bytes).map_err(|e| StoreError::Corrupt {
-        store: blobs.url(),
-        key: key.to_string(),
-        range: None,
-        what: e.to_string(),
+    let whole = Span::Whole { max_len: MAX_SMALL };
+    let named = read_checked(blobs, key, &whole, &mut |bytes| {
+        serde_json::from_slice::<Named>(bytes).map_err(|e| StoreError::Corrupt {
+            store: blobs.url(),
+            key: key.to_string(),
+            range: None,
+            what: e.to_string(),
+        })
     })?;
-    Ok(named.manifest.into_iter().collect())
+    // Nothing: removed meanwhile.
+    Ok(named.and_then(|named| named.manifest).into_iter().collect())
 }
 
 /// Marks these layers; their parents are the answer.
@@ -285,13 +287,7 @@ fn mark_layers(
 /// The packs and frames that a layer's locator names.
 pub(super) fn places_of(store: &LayerStore, manifest: &Manifest) -> Result<Places> {
     let key = Key::locator(&manifest.map.digest);
-    let bytes = store
-        .blobs()
-        .get(&key, MAX_LOCATOR_BYTES)?
-        .ok_or_else(|| StoreError::Missing {
-            store: store.url().to_owned(),
-            key: key.to_string(),
-        })?;
-    Places::parse(&bytes, &manifest.map.digest)
-        .map_err(|e| StoreError::format(store.url(), key.as_str(), &e))
+    store.need_checked(&key, MAX_LOCATOR_BYTES, &mut |bytes| {
+        Places::parse(bytes, &manifest.map.digest).map_err(|e| store.bad(&key, &e))
+    })
 }

@@ -4,7 +4,7 @@
 
 use zerocopy::FromBytes;
 
-use super::stream::{SegmentStream, settled_segments};
+use super::stream::{SegmentStream, settled_segments, twice};
 use super::{Engine, IndexStats, Place};
 use crate::digest::Digest;
 use crate::error::{Result, StoreError};
@@ -93,7 +93,7 @@ fn open_listed(store: &LayerStore) -> Result<Opened> {
             READ,
             Order::Kept,
             |(_, _, size)| (*size).min(6 << 20),
-            |(key, _, _)| Segment::read(store, key)?.ok_or_else(|| gone(key)),
+            |(key, _, _)| twice(|| Segment::read(store, key))?.ok_or_else(|| gone(key)),
             |_, result| match result {
                 Ok(segment) => {
                     index.segments.push(segment);

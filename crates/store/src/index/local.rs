@@ -26,6 +26,7 @@ use crate::error::StoreError;
 use crate::format::index::{IndexSegment, WireChunk};
 use crate::key::Key;
 use crate::layer::LayerStore;
+use crate::layer::again::is_wrong;
 use crate::parallel::{Bounds, Order, for_each};
 
 /// Bytes of segments that become one run when they are read.
@@ -199,7 +200,13 @@ impl LocalIndex {
             batch.write(dir)?;
         }
         for (key, digest, _) in large {
-            match copy(store, dir, key, digest.unwrap_or(NOT_A_SEGMENT)) {
+            let id = digest.unwrap_or(NOT_A_SEGMENT);
+            let copied = match copy(store, dir, key, id) {
+                // Perhaps on the way.
+                Err(Failure::Store(error)) if is_wrong(&error) => copy(store, dir, key, id),
+                copied => copied,
+            };
+            match copied {
                 Ok(()) => {}
                 Err(Failure::Store(StoreError::Missing { .. })) => {}
                 Err(Failure::Store(error)) => refuse(key, error)?,

@@ -25,7 +25,7 @@ mod stream;
 use std::path::Path;
 
 pub use compact::{CompactOptions, CompactReport, compact_index};
-pub(crate) use stream::{SegmentStream, segments};
+pub(crate) use stream::{SegmentStream, segments, twice};
 
 use crate::digest::Digest;
 use crate::error::Result;

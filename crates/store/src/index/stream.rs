@@ -5,6 +5,7 @@ use crate::error::Result;
 use crate::format::index::{IndexPack, SegmentScan, WireChunk};
 use crate::key::Key;
 use crate::layer::LayerStore;
+use crate::layer::again::is_wrong;
 
 /// Bytes of one request, a whole number of chunks.
 const PIECE: u64 = (4 << 20) / SegmentScan::CHUNK * SegmentScan::CHUNK;
@@ -97,6 +98,18 @@ impl<'a> SegmentStream<'a> {
     pub(crate) fn check(mut self) -> Result<()> {
         while self.next()?.is_some() {}
         Ok(())
+    }
+}
+
+/// Does it once more if what was streamed is damaged: a transfer may have done that, and pieces
+/// that were used already cannot be asked for again one by one.
+pub(crate) fn twice<T>(act: impl Fn() -> Result<T>) -> Result<T> {
+    match act() {
+        Err(error) if is_wrong(&error) => {
+            tracing::debug!("reading again: {error}");
+            act()
+        }
+        done => done,
     }
 }
 

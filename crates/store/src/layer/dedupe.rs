@@ -14,7 +14,7 @@ use crate::format::index::{IndexPack, IndexSegment, MAX_INDEX_BYTES};
 use crate::format::pack::{
     FOOTER_LEN, FRAMES_START, MAX_TABLE_LEN, PackFooter, PackFrame, PackTable, check_header,
 };
-use crate::index::{ChunkIndex, SegmentStream, segments};
+use crate::index::{ChunkIndex, SegmentStream, segments, twice};
 use crate::key::Key;
 use crate::parallel::{Bounds, Order, for_each};
 
@@ -23,8 +23,10 @@ const VERIFY: Bounds = Bounds {
     threads: 8,
     bytes: 64 << 20,
 };
-/// Tables of packs kept in memory.
+/// Tables of packs kept in memory, and most chunks in all but the last of them: one of a million
+/// small files has as many as a hundred others.
 const MAX_TABLES: usize = 64;
+const MAX_TABLE_CHUNKS: usize = 160 << 10;
 
 /// A chunk in a pack of the store.
 #[derive(Debug, Clone, Copy)]
@@ -36,6 +38,16 @@ pub(super) struct StoredChunk {
     pub(super) len: u32,
 }
 
+/// What there is at a place of a pack.
+enum Found {
+    /// The chunk.
+    Usable(StoredChunk),
+    /// The pack or the frame cannot be used.
+    Unusable,
+    /// Another chunk, or none; the pack.
+    Another(Digest),
+}
+
 #[derive(Debug)]
 pub(super) struct IndexSet {
     store: LayerStore,
@@ -45,9 +57,12 @@ pub(super) struct IndexSet {
     numbers: HashMap<IndexPack, u32>,
     /// `None`: not usable.
     tables: HashMap<u32, Option<Arc<PackTable>>>,
-    /// Tables in memory, oldest first.
-    loaded: VecDeque<u32>,
+    /// Tables in memory and the chunks of each, oldest first.
+    loaded: VecDeque<(u32, usize)>,
     pub(super) frames: FrameCheck,
+    /// The pack and index of the chunk that was found last: what is packed again comes in the order
+    /// of its pack.
+    last: Option<(u32, u32)>,
     warnings: Vec<String>,
 }
 
@@ -63,6 +78,7 @@ impl IndexSet {
             tables: HashMap::new(),
             loaded: VecDeque::new(),
             frames: FrameCheck::default(),
+            last: None,
             warnings: Vec::new(),
         })
     }
@@ -92,42 +108,71 @@ impl IndexSet {
 
     /// A usable place of the chunk with this digest.
     pub(super) fn locate(&mut self, digest: &Digest) -> Result<Option<StoredChunk>> {
+        if let Some(found) = self.locate_next(digest)? {
+            return Ok(Some(found));
+        }
         for (number, chunk) in self.places(digest)? {
-            let Some(table) = self.table(number)? else {
-                continue;
-            };
-            let Some(&pack) = usize::try_from(number).ok().and_then(|p| self.packs.get(p)) else {
-                continue;
-            };
-            let chunk = usize::try_from(chunk)
-                .ok()
-                .and_then(|c| table.chunks.get(c));
-            let found = chunk.filter(|c| &c.digest == digest).and_then(|c| {
-                let frame = usize::try_from(c.frame)
-                    .ok()
-                    .and_then(|f| table.frames.get(f))?;
-                Some((c, *frame))
-            });
-            let Some((chunk, frame)) = found else {
-                self.warn(format!(
+            match self.at(number, chunk, digest)? {
+                Found::Usable(found) => return Ok(Some(found)),
+                Found::Unusable => {}
+                Found::Another(pack) => self.warn(format!(
                     "not used: an index says that {} has chunk {digest}",
-                    Key::pack(&pack.id)
-                ));
-                continue;
-            };
-            let sound = self
-                .frames
-                .is_sound(&self.store, number, &pack, &table, chunk.frame)?;
-            if sound {
-                return Ok(Some(StoredChunk {
-                    pack,
-                    frame,
-                    offset: chunk.offset,
-                    len: chunk.len,
-                }));
+                    Key::pack(&pack)
+                )),
             }
         }
         Ok(None)
+    }
+
+    /// The same if it is the chunk after the last one in a pack whose table is at hand: then no index
+    /// is asked.
+    fn locate_next(&mut self, digest: &Digest) -> Result<Option<StoredChunk>> {
+        let Some((number, chunk)) = self.last else {
+            return Ok(None);
+        };
+        if !self.tables.contains_key(&number) {
+            return Ok(None);
+        }
+        Ok(match self.at(number, chunk.saturating_add(1), digest)? {
+            Found::Usable(found) => Some(found),
+            Found::Unusable | Found::Another(_) => None,
+        })
+    }
+
+    /// Whether the chunk with this index in the table of a pack is the one with this digest, and
+    /// usable.
+    fn at(&mut self, number: u32, chunk: u32, digest: &Digest) -> Result<Found> {
+        let Some(table) = self.table(number)? else {
+            return Ok(Found::Unusable);
+        };
+        let Some(&pack) = usize::try_from(number).ok().and_then(|p| self.packs.get(p)) else {
+            return Ok(Found::Unusable);
+        };
+        let known = usize::try_from(chunk)
+            .ok()
+            .and_then(|c| table.chunks.get(c));
+        let known = known.filter(|c| &c.digest == digest).and_then(|c| {
+            let frame = usize::try_from(c.frame)
+                .ok()
+                .and_then(|f| table.frames.get(f))?;
+            Some((c, *frame))
+        });
+        let Some((known, frame)) = known else {
+            return Ok(Found::Another(pack.id));
+        };
+        let sound = self
+            .frames
+            .is_sound(&self.store, number, &pack, &table, known.frame)?;
+        if !sound {
+            return Ok(Found::Unusable);
+        }
+        self.last = Some((number, chunk));
+        Ok(Found::Usable(StoredChunk {
+            pack,
+            frame,
+            offset: known.offset,
+            len: known.len,
+        }))
     }
 
     /// Why a chunk that an index names has no usable place, if damage of its frame is the reason.
@@ -165,6 +210,15 @@ impl IndexSet {
         let Some(&pack) = usize::try_from(number).ok().and_then(|p| self.packs.get(p)) else {
             return Ok(None);
         };
+        // Before the next one takes memory.
+        while self.loaded.len() >= MAX_TABLES
+            || self.loaded.iter().map(|(_, chunks)| chunks).sum::<usize>() > MAX_TABLE_CHUNKS
+        {
+            let Some((oldest, _)) = self.loaded.pop_front() else {
+                break;
+            };
+            self.tables.remove(&oldest);
+        }
         let table = match self.store.pack_table(&pack) {
             Ok(table) => Some(Arc::new(table)),
             // Collected since the index was written: no reason to speak of it.
@@ -175,13 +229,8 @@ impl IndexSet {
             }
             Err(error) => return Err(error),
         };
-        if table.is_some() {
-            self.loaded.push_back(number);
-            if self.loaded.len() > MAX_TABLES
-                && let Some(oldest) = self.loaded.pop_front()
-            {
-                self.tables.remove(&oldest);
-            }
+        if let Some(table) = &table {
+            self.loaded.push_back((number, table.chunks.len()));
         }
         self.tables.insert(number, table.clone());
         Ok(table)
@@ -191,16 +240,13 @@ impl IndexSet {
 impl LayerStore {
     /// An index segment, verified; `None` if it is gone.
     pub(crate) fn index_segment(&self, key: &Key) -> Result<Option<IndexSegment>> {
-        let Some(bytes) = self.blobs().get(key, MAX_INDEX_BYTES)? else {
-            return Ok(None);
-        };
-        let digest = Digest::of(&bytes);
-        if key.digest() != Some(digest) {
-            return Err(self.corrupt(key, format!("its digest is {digest}")));
-        }
-        IndexSegment::parse(&bytes)
-            .map(Some)
-            .map_err(|e| self.bad(key, &e))
+        self.get_checked(key, MAX_INDEX_BYTES, &mut |bytes| {
+            let digest = Digest::of(bytes);
+            if key.digest() != Some(digest) {
+                return Err(self.corrupt(key, format!("its digest is {digest}")));
+            }
+            IndexSegment::parse(bytes).map_err(|e| self.bad(key, &e))
+        })
     }
 
     /// A pack's table, after checking that the pack has its size and its header.
@@ -213,9 +259,22 @@ impl LayerStore {
                 format!("it has {size} bytes, its index says {}", pack.size),
             ));
         }
-        let head = self.fetch(&pack.id, 0..FRAMES_START.min(size))?;
-        check_header(&head).map_err(|e| self.bad(&key, &e))?;
+        self.check_pack_header(&key, size)?;
         self.read_table(&key, pack.size, pack.table_offset)
+    }
+
+    /// That a pack of `size` bytes begins as one.
+    pub(super) fn check_pack_header(&self, key: &Key, size: u64) -> Result<()> {
+        self.range_checked(key, 0..FRAMES_START.min(size), &mut |head| {
+            check_header(head).map_err(|e| self.bad(key, &e))
+        })
+    }
+
+    /// The footer of a pack of `size` bytes.
+    pub(super) fn read_footer(&self, key: &Key, size: u64) -> Result<PackFooter> {
+        self.range_checked(key, size.saturating_sub(FOOTER_LEN)..size, &mut |footer| {
+            PackFooter::parse(footer, size).map_err(|e| self.bad(key, &e))
+        })
     }
 
     /// Table and footer of a pack of `size` bytes whose table begins at `table_offset`.
@@ -224,11 +283,13 @@ impl LayerStore {
         if !(FOOTER_LEN..=MAX_TABLE_LEN + FOOTER_LEN).contains(&tail_len) {
             return Err(self.corrupt(key, format!("its table would have {tail_len} bytes")));
         }
-        let tail = self.blobs().get_range(key, table_offset..size)?;
+        self.range_checked(key, table_offset..size, &mut |tail| {
+            self.table_of(key, size, table_offset, tail)
+        })
+    }
+
+    fn table_of(&self, key: &Key, size: u64, table_offset: u64, tail: &[u8]) -> Result<PackTable> {
         let short = || self.corrupt(key, "the store answered with too few bytes");
-        if tail.len() as u64 != tail_len {
-            return Err(short());
-        }
         let at = tail
             .len()
             .saturating_sub(usize::try_from(FOOTER_LEN).unwrap_or(usize::MAX));
@@ -296,14 +357,16 @@ impl LayerStore {
 
     /// The packs of a segment, after checking all of it; none if it is gone.
     pub(super) fn check_segment(&self, key: &Key) -> Result<Vec<IndexPack>> {
-        let Some(stream) = SegmentStream::open(self, key)? else {
-            return Ok(Vec::new());
+        let check = || {
+            let Some(stream) = SegmentStream::open(self, key)? else {
+                return Ok(Vec::new());
+            };
+            let packs = stream.packs().to_vec();
+            stream.check().map(|()| packs)
         };
-        let packs = stream.packs().to_vec();
-        match stream.check() {
-            Ok(()) => Ok(packs),
+        match twice(check) {
             Err(StoreError::Missing { .. }) => Ok(Vec::new()), // deleted meanwhile
-            Err(error) => Err(error),
+            checked => checked,
         }
     }
 }

@@ -4,6 +4,7 @@
 //! a single hit costs a single frame.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 
 use super::LayerStore;
 use super::read::{MAX_GAP, MAX_REQUEST};
@@ -106,22 +107,11 @@ impl FrameCheck {
             }
         }
         let numbers = usize::try_from(frame).unwrap_or(usize::MAX)..;
-        for (index, frame) in numbers.zip(run) {
-            let start = usize::try_from(frame.offset - first.offset).unwrap_or(usize::MAX);
-            let len = usize::try_from(frame.stored_len).unwrap_or(usize::MAX);
-            let stored = bytes.get(start..start.saturating_add(len));
-            let digest = Digest::of(stored.unwrap_or_default());
-            let result = if digest == frame.digest {
-                if let Some(trust) = &mut self.trust {
-                    trust.note(&pack.id, index);
-                }
-                Ok(())
-            } else {
-                Err(format!(
-                    "the digest of this frame is {digest}, not {}",
-                    frame.digest
-                ))
-            };
+        let results = digests_of(store, pack, first.offset, &bytes, run);
+        for ((index, frame), result) in numbers.zip(run).zip(results) {
+            if let (Ok(()), Some(trust)) = (&result, &mut self.trust) {
+                trust.note(&pack.id, index);
+            }
             self.note(number, pack, frame, result);
         }
         Ok(self
@@ -150,13 +140,11 @@ impl FrameCheck {
                     sound = false;
                     break;
                 };
-                let result = match self.fetch(store, pack, std::slice::from_ref(frame)) {
-                    Ok(bytes) if Digest::of(&bytes) == frame.digest => Ok(()),
-                    Ok(bytes) => Err(format!(
-                        "the digest of this frame is {}, not {}",
-                        Digest::of(&bytes),
-                        frame.digest
-                    )),
+                let alone = std::slice::from_ref(frame);
+                let result = match self.fetch(store, pack, alone) {
+                    Ok(bytes) => digests_of(store, pack, frame.offset, &bytes, alone)
+                        .pop()
+                        .unwrap_or(Ok(())),
                     Err(error) if is_unusable(&error) => Err(with_source(&error)),
                     Err(error) => return Err(error),
                 };
@@ -255,6 +243,38 @@ impl FrameCheck {
             })
             .collect()
     }
+}
+
+/// Whether each frame of a run, whose bytes begin at `start`, has its digest, or what is wrong with
+/// it; one that is wrong was read again.
+fn digests_of(
+    store: &LayerStore,
+    pack: &IndexPack,
+    start: u64,
+    bytes: &[u8],
+    run: &[PackFrame],
+) -> Vec<Result<(), String>> {
+    let key = Key::pack(&pack.id);
+    let parts: Vec<Range<u64>> = run.iter().map(|f| f.offset..end_of(f)).collect();
+    store
+        .parts_checked(&key, start, bytes, &parts, &mut |at, stored| {
+            let digest = Digest::of(stored);
+            match run.get(at) {
+                Some(frame) if frame.digest != digest => Err(store.corrupt(
+                    &key,
+                    format!("the digest of this frame is {digest}, not {}", frame.digest),
+                )),
+                _ => Ok(()),
+            }
+        })
+        .into_iter()
+        .map(|result| {
+            result.map_err(|error| match error {
+                StoreError::Corrupt { what, .. } => what,
+                other => other.to_string(),
+            })
+        })
+        .collect()
 }
 
 /// An error with what caused it, on one line.

@@ -1,9 +1,11 @@
 //! Layers in a store: reading ([`LayerStore`]), verifying, and writing ([`LayerWriter`]).
 
+pub(crate) mod again;
 mod chunks;
 mod claim;
 mod dedupe;
 mod frames;
+mod meta_image;
 mod pack_writer;
 mod part;
 mod passed;
@@ -11,6 +13,7 @@ mod pipeline;
 mod publish;
 mod read;
 pub(crate) mod repack;
+mod staged;
 mod trust;
 mod verify;
 mod writer;
@@ -21,11 +24,13 @@ use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
+pub use meta_image::{MetaImage, MetaWriter};
 pub use part::SeedMarker;
 pub(crate) use passed::Tables;
 pub use passed::{FrameChunks, StoredFrame};
-pub use publish::{Draft, MetaImage, MetaWriter, PublishOutcome, Published, Sealed};
+pub use publish::{Draft, PublishOutcome, Published, Sealed};
 pub use read::{Delivery, FetchStats, ReadLimits};
+pub use staged::{Staged, publish_all};
 pub use verify::{Damage, VerifyReport};
 pub use writer::{FileChunks, LayerWriter, WriteStats, WriterOptions};
 
@@ -148,18 +153,21 @@ impl LayerStore {
             return Ok(true);
         }
         let key = Key::marker();
-        let Some(bytes) = self.inner.blobs.get(&key, MAX_SMALL)? else {
+        let found = self.get_checked(&key, MAX_SMALL, &mut |bytes| {
+            let marker: Marker = serde_json::from_slice(bytes)
+                .map_err(|e| self.bad(&key, &FormatError::new("store marker", e.to_string())))?;
+            if marker.format != 1 {
+                let what = format!("the store's format is {}, known is 1", marker.format);
+                return Err(self.bad(&key, &FormatError::newer("store marker", what)));
+            }
+            if let Some(unknown) = marker.incompat.first() {
+                let what = format!("the store uses the feature {unknown:?}");
+                return Err(self.bad(&key, &FormatError::newer("store marker", what)));
+            }
+            Ok(())
+        })?;
+        if found.is_none() {
             return Ok(false);
-        };
-        let marker: Marker = serde_json::from_slice(&bytes)
-            .map_err(|e| self.bad(&key, &FormatError::new("store marker", e.to_string())))?;
-        if marker.format != 1 {
-            let what = format!("the store's format is {}, known is 1", marker.format);
-            return Err(self.bad(&key, &FormatError::newer("store marker", what)));
-        }
-        if let Some(unknown) = marker.incompat.first() {
-            let what = format!("the store uses the feature {unknown:?}");
-            return Err(self.bad(&key, &FormatError::newer("store marker", what)));
         }
         let _ = self.inner.known.set(());
         Ok(true)
@@ -234,21 +242,21 @@ impl LayerStore {
 
     pub(crate) fn read_ref(&self, reference: &Reference) -> Result<Option<Digest>> {
         let key = Key::reference(reference);
-        let bytes = match self.inner.blobs.get(&key, MAX_SMALL) {
-            Ok(Some(bytes)) => bytes,
-            Ok(None) => return Ok(None),
-            Err(StoreError::TooLarge { size, .. }) => {
-                return Err(self.damaged_ref(reference, format!("it has {size} bytes")));
+        let read = self.get_checked(&key, MAX_SMALL, &mut |bytes| {
+            let object: RefObject = serde_json::from_slice(bytes)
+                .map_err(|e| self.damaged_ref(reference, e.to_string()))?;
+            if object.format != 1 {
+                let what = format!("its format is {}, known is 1", object.format);
+                return Err(self.bad(&key, &FormatError::newer("reference", what)));
             }
-            Err(error) => return Err(error),
-        };
-        let object: RefObject = serde_json::from_slice(&bytes)
-            .map_err(|e| self.damaged_ref(reference, e.to_string()))?;
-        if object.format != 1 {
-            let what = format!("its format is {}, known is 1", object.format);
-            return Err(self.bad(&key, &FormatError::newer("reference", what)));
+            Ok(object.manifest)
+        });
+        match read {
+            Err(StoreError::TooLarge { size, .. }) => {
+                Err(self.damaged_ref(reference, format!("it has {size} bytes")))
+            }
+            read => read,
         }
-        Ok(Some(object.manifest))
     }
 
     fn damaged_ref(&self, reference: &Reference, what: String) -> StoreError {
@@ -267,15 +275,13 @@ impl LayerStore {
     pub fn manifest(&self, digest: &Digest) -> Result<Manifest> {
         self.check_marker()?;
         let key = Key::manifest(digest);
-        let bytes = self
-            .inner
-            .blobs
-            .get(&key, MAX_MANIFEST_BYTES)?
-            .ok_or_else(|| self.missing(&key))?;
-        if &Digest::of(&bytes) != digest {
-            return Err(self.corrupt(&key, format!("its digest is {}", Digest::of(&bytes))));
-        }
-        Manifest::from_bytes(&bytes).map_err(|e| self.bad(&key, &e))
+        self.need_checked(&key, MAX_MANIFEST_BYTES, &mut |bytes| {
+            let found = Digest::of(bytes);
+            if &found != digest {
+                return Err(self.corrupt(&key, format!("its digest is {found}")));
+            }
+            Manifest::from_bytes(bytes).map_err(|e| self.bad(&key, &e))
+        })
     }
 
     /// Resolves a reference and reads its manifest.
@@ -285,12 +291,26 @@ impl LayerStore {
     /// [`StoreError::DamagedReference`] if the manifest is for another reference.
     pub fn load(&self, reference: &Reference) -> Result<(Digest, Manifest)> {
         let digest = self.resolve(reference)?;
-        let manifest = self.manifest(&digest)?;
+        let error = match self.manifest_of(reference, &digest) {
+            Ok(manifest) => return Ok((digest, manifest)),
+            Err(error) if error.is_damage() => error,
+            Err(error) => return Err(error),
+        };
+        // A reference has no digest: one that came with a wrong bit names a manifest that is not
+        // there. Read again, it names another.
+        match self.read_ref(reference)? {
+            Some(again) if again != digest => Ok((again, self.manifest_of(reference, &again)?)),
+            _ => Err(error),
+        }
+    }
+
+    fn manifest_of(&self, reference: &Reference, digest: &Digest) -> Result<Manifest> {
+        let manifest = self.manifest(digest)?;
         if &manifest.reference() != reference {
             let what = format!("it names the manifest of {}", manifest.reference());
             return Err(self.damaged_ref(reference, what));
         }
-        Ok((digest, manifest))
+        Ok(manifest)
     }
 
     /// A layer's metadata image: raw bytes, verified.
@@ -331,28 +351,22 @@ impl LayerStore {
     fn locator_of(&self, map_digest: &Digest, map: &LayerMap) -> Result<Locator> {
         self.check_marker()?;
         let key = Key::locator(map_digest);
-        let bytes = self
-            .inner
-            .blobs
-            .get(&key, MAX_LOCATOR_BYTES)?
-            .ok_or_else(|| self.missing(&key))?;
-        Locator::parse(&bytes, map_digest, map).map_err(|e| self.bad(&key, &e))
+        self.need_checked(&key, MAX_LOCATOR_BYTES, &mut |bytes| {
+            Locator::parse(bytes, map_digest, map).map_err(|e| self.bad(&key, &e))
+        })
     }
 
     /// A compressed object by the digest and size of its raw bytes.
     fn object(&self, key: &Key, blob: &Blob) -> Result<Vec<u8>> {
         self.check_marker()?;
-        let stored = self
-            .inner
-            .blobs
-            .get(key, max_stored(blob.size))?
-            .ok_or_else(|| self.missing(key))?;
-        let raw = decompress_object(&stored, blob.size).map_err(|e| self.bad(key, &e))?;
-        let digest = Digest::of(&raw);
-        if digest != blob.digest {
-            return Err(self.corrupt(key, format!("the digest of its raw bytes is {digest}")));
-        }
-        Ok(raw)
+        self.need_checked(key, max_stored(blob.size), &mut |stored| {
+            let raw = decompress_object(stored, blob.size).map_err(|e| self.bad(key, &e))?;
+            let digest = Digest::of(&raw);
+            if digest != blob.digest {
+                return Err(self.corrupt(key, format!("the digest of its raw bytes is {digest}")));
+            }
+            Ok(raw)
+        })
     }
 
     /// All published versions, sorted. A reference that cannot be read fails the call: see

@@ -1,19 +1,22 @@
-//! Frames to packs: one pack open at a time, its id hashed while it is written; and packs to index
-//! segments, so that of many chunks only those of the last packs are in memory.
+//! Frames to packs: one pack open at a time, its id hashed while it is written, and the one before on its
+//! way to the disk; and packs to index segments, so that of many chunks only those of the last packs are
+//! in memory.
+
+use std::thread::{Scope, ScopedJoinHandle};
 
 use super::LayerStore;
 use super::pipeline::Frame;
 use crate::blob::{BlobStore, BlobWriter, PutMode};
 use crate::digest::{Digest, Hasher};
-use crate::error::Result;
+use crate::error::{Result, StoreError};
 use crate::format::index::{IndexEntry, IndexPack, IndexSegment};
 use crate::format::pack::{self, FRAMES_START, PackChunk, PackFrame, PackTable, TARGET_PACK_LEN};
 use crate::key::Key;
 
 /// A pack also ends here, so that chunks of a few bytes cannot make its table grow without bound.
-const MAX_CHUNKS: usize = 128 << 10;
+const MAX_CHUNKS: usize = 64 << 10;
 /// An index segment is written as soon as it has so many chunks.
-const SEGMENT_CHUNKS: usize = 128 << 10;
+const SEGMENT_CHUNKS: usize = 64 << 10;
 
 /// A durable pack.
 #[derive(Debug)]
@@ -37,9 +40,13 @@ pub(super) struct Written {
     pub(super) warnings: Vec<String>,
 }
 
-pub(super) struct PackWriter<'a> {
+pub(super) struct PackWriter<'scope, 'a> {
     store: &'a LayerStore,
+    /// Where full packs are made durable while the next one begins; `None`: at once.
+    scope: Option<&'scope Scope<'scope, 'a>>,
     open: Option<Open<'a>>,
+    /// The pack before that.
+    committing: Option<ScopedJoinHandle<'scope, Result<WrittenPack>>>,
     done: Written,
     /// Packs of `done` that are in an index.
     indexed: usize,
@@ -77,11 +84,13 @@ impl Open<'_> {
     }
 }
 
-impl<'a> PackWriter<'a> {
-    pub(super) fn new(store: &'a LayerStore) -> Self {
+impl<'scope, 'a> PackWriter<'scope, 'a> {
+    pub(super) fn new(store: &'a LayerStore, scope: Option<&'scope Scope<'scope, 'a>>) -> Self {
         Self {
             store,
+            scope,
             open: None,
+            committing: None,
             done: Written::default(),
             indexed: 0,
         }
@@ -121,13 +130,34 @@ impl<'a> PackWriter<'a> {
             }));
         open.write(&frame.stored)?;
         if open.len >= TARGET_PACK_LEN || open.table.chunks.len() >= MAX_CHUNKS {
-            self.done.packs.push(open.commit()?);
-            let waiting = self.done.packs.get(self.indexed..).unwrap_or_default();
-            if waiting.iter().map(|p| p.chunks.len()).sum::<usize>() >= SEGMENT_CHUNKS {
-                self.index()?;
+            self.settle()?;
+            match self.scope {
+                Some(scope) => self.committing = Some(scope.spawn(move || open.commit())),
+                None => self.add(open.commit()?)?,
             }
         } else {
             self.open = Some(open);
+        }
+        Ok(())
+    }
+
+    /// Waits until the pack that is on its way is durable.
+    fn settle(&mut self) -> Result<()> {
+        let Some(thread) = self.committing.take() else {
+            return Ok(());
+        };
+        let failed = |_| StoreError::WriterFailed {
+            store: self.store.url().to_owned(),
+        };
+        let pack = thread.join().map_err(failed)??;
+        self.add(pack)
+    }
+
+    fn add(&mut self, pack: WrittenPack) -> Result<()> {
+        self.done.packs.push(pack);
+        let waiting = self.done.packs.get(self.indexed..).unwrap_or_default();
+        if waiting.iter().map(|p| p.chunks.len()).sum::<usize>() >= SEGMENT_CHUNKS {
+            self.index()?;
         }
         Ok(())
     }
@@ -150,6 +180,7 @@ impl<'a> PackWriter<'a> {
 
     /// Ends the last pack and the index.
     pub(super) fn finish(mut self) -> Result<Written> {
+        self.settle()?;
         if let Some(open) = self.open.take() {
             self.done.packs.push(open.commit()?);
         }

@@ -32,16 +32,15 @@ impl LayerStore {
     /// [`StoreError::Corrupt`] if the marker cannot be read.
     pub fn seed_marker(&self, map: &Digest) -> Result<Option<SeedMarker>> {
         let key = Key::seed(map);
-        let Some(bytes) = self.blobs().get(&key, MAX_MARKER)? else {
-            return Ok(None);
-        };
-        let marker: SeedMarker = serde_json::from_slice(&bytes)
-            .map_err(|e| self.bad(&key, &FormatError::new("seed marker", e.to_string())))?;
-        if marker.format != 1 {
-            let what = format!("its format is {}, known is 1", marker.format);
-            return Err(self.bad(&key, &FormatError::newer("seed marker", what)));
-        }
-        Ok(Some(marker))
+        self.get_checked(&key, MAX_MARKER, &mut |bytes| {
+            let marker: SeedMarker = serde_json::from_slice(bytes)
+                .map_err(|e| self.bad(&key, &FormatError::new("seed marker", e.to_string())))?;
+            if marker.format != 1 {
+                let what = format!("its format is {}, known is 1", marker.format);
+                return Err(self.bad(&key, &FormatError::newer("seed marker", what)));
+            }
+            Ok(marker)
+        })
     }
 
     /// Says that only a part of a map's chunks is here.

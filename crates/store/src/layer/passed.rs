@@ -9,7 +9,7 @@ use crate::digest::Digest;
 use crate::error::{Result, StoreError};
 use crate::format::locator::{FrameLoc, Locator, PackLoc};
 use crate::format::map::LayerMap;
-use crate::format::pack::{FOOTER_LEN, PackFooter, PackTable};
+use crate::format::pack::{FOOTER_LEN, PackTable};
 use crate::key::Key;
 
 /// A verified frame of another store: its stored bytes have the digest that was asked for, and
@@ -121,8 +121,7 @@ impl Tables {
 
     fn read(&mut self, store: &LayerStore, pack: &PackLoc) -> Result<PackTable> {
         let key = Key::pack(&pack.id);
-        let footer = store.fetch(&pack.id, pack.size.saturating_sub(FOOTER_LEN)..pack.size)?;
-        let footer = PackFooter::parse(&footer, pack.size).map_err(|e| store.bad(&key, &e))?;
+        let footer = store.read_footer(&key, pack.size)?;
         self.requests += 2;
         self.bytes += FOOTER_LEN + pack.size.saturating_sub(footer.table_offset);
         store.read_table(&key, pack.size, footer.table_offset)

@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::thread::{self, JoinHandle, Scope};
 
 use super::LayerStore;
 use super::pack_writer::{PackWriter, Written};
@@ -66,14 +66,19 @@ struct Shared {
     queued: Condvar,
     /// A frame was compressed, or the end was declared.
     compressed: Condvar,
-    /// A frame was written, or the pipeline failed.
+    /// Half of the frames that may be in flight are written, or the pipeline failed.
     written: Condvar,
+    max_in_flight: u64,
 }
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         // A panicking thread aborts the pipeline (see `Guard`); the state itself stays sound.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_crowded(&self, state: &State) -> bool {
+        state.submitted - state.written > self.max_in_flight / 2
     }
 
     fn abort(&self, error: Option<StoreError>) {
@@ -105,7 +110,6 @@ pub(super) struct Pipeline {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
     writer: Option<JoinHandle<Option<Written>>>,
-    max_in_flight: u64,
     store: String,
 }
 
@@ -117,12 +121,12 @@ impl Pipeline {
             queued: Condvar::new(),
             compressed: Condvar::new(),
             written: Condvar::new(),
+            max_in_flight: 8 + 4 * jobs as u64,
         });
         let mut pipeline = Self {
             shared: Arc::clone(&shared),
             workers: Vec::new(),
             writer: None,
-            max_in_flight: 8 + 4 * jobs as u64,
             store: url.clone(),
         };
         let failed = |source| StoreError::Io {
@@ -172,15 +176,18 @@ impl Pipeline {
         Ok(number)
     }
 
-    /// Waits until one more frame may be in flight.
+    /// Waits until one more frame may be in flight. Who has to wait does so until half of them are
+    /// written, so that threads do not take turns for every frame.
     fn admit(&self) -> Result<MutexGuard<'_, State>> {
         let mut state = self.shared.lock();
-        while !state.aborted && state.submitted - state.written >= self.max_in_flight {
-            state = self
-                .shared
-                .written
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
+        if state.submitted - state.written >= self.shared.max_in_flight {
+            while !state.aborted && self.shared.is_crowded(&state) {
+                state = self
+                    .shared
+                    .written
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner);
+            }
         }
         if state.aborted {
             return Err(self.failure(&mut state));
@@ -188,12 +195,17 @@ impl Pipeline {
         Ok(state)
     }
 
-    /// Waits until every frame and its index are durable. The packs, in the order of the frames'
-    /// numbers.
-    pub(super) fn finish(mut self) -> Result<Written> {
+    /// No frame comes any more: the threads end when they have written what there is.
+    pub(super) fn close(&self) {
         self.shared.lock().closed = true;
         self.shared.queued.notify_all();
         self.shared.compressed.notify_all();
+    }
+
+    /// Waits until every frame and its index are durable. The packs, in the order of the frames'
+    /// numbers.
+    pub(super) fn finish(mut self) -> Result<Written> {
+        self.close();
         let packs = self.join();
         let mut state = self.shared.lock();
         match packs {
@@ -260,8 +272,14 @@ fn compress(shared: &Shared, level: i32) {
                     digest,
                     chunks: frame.chunks,
                 };
-                shared.lock().compressed.insert(number, frame);
-                shared.compressed.notify_one();
+                let mut state = shared.lock();
+                state.compressed.insert(number, frame);
+                // The others are found when it is their turn.
+                let is_next = state.written == number;
+                drop(state);
+                if is_next {
+                    shared.compressed.notify_one();
+                }
             }
             Err(error) => return shared.abort(Some(error.into())),
         }
@@ -271,7 +289,15 @@ fn compress(shared: &Shared, level: i32) {
 /// `None`: aborted.
 fn write(shared: &Shared, store: &LayerStore) -> Option<Written> {
     let _guard = Guard(shared);
-    let mut packs = PackWriter::new(store);
+    thread::scope(|scope| write_within(shared, store, scope))
+}
+
+fn write_within<'scope, 'a>(
+    shared: &Shared,
+    store: &'a LayerStore,
+    scope: &'scope Scope<'scope, 'a>,
+) -> Option<Written> {
+    let mut packs = PackWriter::new(store, Some(scope));
     loop {
         let mut state = shared.lock();
         let frame = loop {
@@ -297,8 +323,13 @@ fn write(shared: &Shared, store: &LayerStore) -> Option<Written> {
             return None;
         }
         drop(frame);
-        shared.lock().written += 1;
-        shared.written.notify_one();
+        let mut state = shared.lock();
+        state.written += 1;
+        let crowded = shared.is_crowded(&state);
+        drop(state);
+        if !crowded {
+            shared.written.notify_one();
+        }
     }
     packs
         .finish()

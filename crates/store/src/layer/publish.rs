@@ -7,9 +7,11 @@ use std::collections::{BTreeMap, HashMap};
 use super::LayerStore;
 use super::chunks::{Holdings, Place};
 use super::dedupe::IndexSet;
+use super::max_stored;
+use super::meta_image::{Image, MetaImage, compressed};
 use super::pack_writer::Written;
+use super::staged::Staged;
 use super::writer::{LayerWriter, WriteStats, WriterOptions};
-use super::{RefObject, max_stored};
 use crate::blob::{PutMode, PutOutcome};
 use crate::codec::{ObjectWriter, digest_of_raw};
 use crate::digest::Digest;
@@ -21,94 +23,10 @@ use crate::key::Key;
 use crate::manifest::{Blob, Counts, Features, LayerId, Manifest, ParentRef};
 use crate::reference::Reference;
 
-/// A metadata image: raw, or as [`MetaWriter`] compressed it, so that a large one is never in
-/// memory as it is.
-#[derive(Clone)]
-pub struct MetaImage(Image);
-
-#[derive(Clone)]
-enum Image {
-    Raw(Vec<u8>),
-    Stored { blob: Blob, stored: Vec<u8> },
-}
-
-impl MetaImage {
-    fn blob(&self) -> Blob {
-        match &self.0 {
-            Image::Raw(raw) => Blob::of(raw),
-            Image::Stored { blob, .. } => *blob,
-        }
-    }
-
-    /// What goes into the store.
-    fn into_stored(self, level: i32) -> Result<Vec<u8>> {
-        match self.0 {
-            Image::Raw(raw) => Ok(compressed(level, &raw)?),
-            Image::Stored { stored, .. } => Ok(stored),
-        }
-    }
-}
-
-impl std::fmt::Debug for MetaImage {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("MetaImage").field(&self.blob()).finish()
-    }
-}
-
-impl From<Vec<u8>> for MetaImage {
-    fn from(raw: Vec<u8>) -> Self {
-        Self(Image::Raw(raw))
-    }
-}
-
-/// Takes a metadata image piece by piece.
-pub struct MetaWriter(ObjectWriter);
-
-impl MetaWriter {
-    /// For an image that is compressed at this zstd level, -7 to 22.
-    #[must_use]
-    pub fn new(level: i32) -> Self {
-        Self(ObjectWriter::new(level))
-    }
-
-    /// The image.
-    ///
-    /// # Errors
-    /// If zstd fails.
-    pub fn finish(self) -> Result<MetaImage> {
-        let object = self.0.finish()?;
-        Ok(MetaImage(Image::Stored {
-            blob: Blob {
-                digest: object.digest,
-                size: object.size,
-            },
-            stored: object.stored,
-        }))
-    }
-}
-
-impl std::fmt::Debug for MetaWriter {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("MetaWriter").finish_non_exhaustive()
-    }
-}
-
-impl std::io::Write for MetaWriter {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.push(bytes).map_err(std::io::Error::other)?;
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
-fn compressed(level: i32, raw: &[u8]) -> Result<Vec<u8>, FormatError> {
-    let mut object = ObjectWriter::new(level);
-    object.push(raw)?;
-    Ok(object.finish()?.stored)
-}
+/// A map of so many raw bytes is not held compressed in memory.
+const STREAMED: u64 = 4 << 20;
+/// Compressed bytes that are written at once.
+const STREAM_PIECE: usize = 128 << 10;
 
 /// What is to be published. Nothing in it may depend on time, threads or the store.
 #[derive(Debug, Clone)]
@@ -197,11 +115,23 @@ impl LayerWriter {
     /// not added and is not in the store; else what went wrong in writing. After an error the
     /// reference is as it was before (or, if an answer was lost, published): run again.
     pub fn finish(self, draft: Draft) -> Result<Published> {
-        let manifest = self.manifest(&draft);
+        let manifest = manifest_of(&draft, &self.options);
         let invalid = |e: FormatError| invalid_layer(&draft.reference, &e);
         manifest.to_bytes().map_err(invalid)?; // before anything more is written
         self.seal()?
-            .publish_image(&manifest, draft.meta, &draft.map, None)
+            .stage_image(&manifest, draft.meta, &draft.map, None, true)?
+            .publish()
+    }
+
+    /// As [`LayerWriter::finish`], but the reference is left to [`Staged::publish`]. Others can be
+    /// staged of the same chunks then.
+    ///
+    /// # Errors
+    /// As [`LayerWriter::finish`].
+    pub fn stage(self, draft: Draft) -> Result<(Staged, Sealed)> {
+        let mut sealed = self.seal()?;
+        let staged = sealed.stage(draft)?;
+        Ok((staged, sealed))
     }
 
     /// Ends the writing of chunks: all packs and their index are durable afterwards. Layers made
@@ -240,6 +170,7 @@ impl LayerWriter {
             trust.save();
         }
         held.settle(&tickets, &packs)?;
+        held.wake()?;
         Ok(Sealed {
             store,
             options,
@@ -249,26 +180,26 @@ impl LayerWriter {
             warnings,
         })
     }
+}
 
-    fn manifest(&self, draft: &Draft) -> Manifest {
-        let mut parameters = draft.parameters.clone();
-        parameters.insert("chunker".to_owned(), self.options.chunker.to_string());
-        Manifest {
-            format: Manifest::FORMAT,
-            features: Features::default(),
-            kind: draft.reference.kind,
-            name: draft.reference.name.clone(),
-            version: draft.reference.version.clone(),
-            platform: draft.platform.clone(),
-            parents: draft.parents.clone(),
-            meta: draft.meta.blob(),
-            map: draft.map.blob(),
-            data_size: draft.map.data_size(),
-            counts: draft.counts,
-            parameters,
-            labels: draft.labels.clone(),
-            annotations: draft.annotations.clone(),
-        }
+fn manifest_of(draft: &Draft, options: &WriterOptions) -> Manifest {
+    let mut parameters = draft.parameters.clone();
+    parameters.insert("chunker".to_owned(), options.chunker.to_string());
+    Manifest {
+        format: Manifest::FORMAT,
+        features: Features::default(),
+        kind: draft.reference.kind,
+        name: draft.reference.name.clone(),
+        version: draft.reference.version.clone(),
+        platform: draft.platform.clone(),
+        parents: draft.parents.clone(),
+        meta: draft.meta.blob(),
+        map: draft.map.blob(),
+        data_size: draft.map.data_size(),
+        counts: draft.counts,
+        parameters,
+        labels: draft.labels.clone(),
+        annotations: draft.annotations.clone(),
     }
 }
 
@@ -305,6 +236,15 @@ impl Sealed {
         self.stats
     }
 
+    /// Writes all of a layer but its reference. Its chunks are in the store.
+    ///
+    /// # Errors
+    /// As [`LayerWriter::finish`].
+    pub fn stage(&mut self, draft: Draft) -> Result<Staged> {
+        let manifest = manifest_of(&draft, &self.options);
+        self.stage_image(&manifest, draft.meta, &draft.map, None, false)
+    }
+
     /// Publishes a layer whose manifest, metadata and map are given: writes metadata, map,
     /// locator, manifest and last the reference. Every chunk of the map was added before or is in
     /// the store.
@@ -334,16 +274,21 @@ impl Sealed {
             blob: Blob::of(meta),
             stored: compressed(self.options.level, meta)?,
         });
-        self.publish_image(manifest, meta, map, elsewhere)
+        let staged = self.stage_image(manifest, meta, map, elsewhere, false)?;
+        let published = staged.publish()?;
+        self.stats = published.stats;
+        Ok(published)
     }
 
-    fn publish_image(
+    /// Writes all but the reference. `last`: no further layer of these chunks will be published.
+    fn stage_image(
         &mut self,
         manifest: &Manifest,
         meta: MetaImage,
         map: &LayerMap,
         elsewhere: Option<&Locator>,
-    ) -> Result<Published> {
+        last: bool,
+    ) -> Result<Staged> {
         let reference = manifest.reference();
         let invalid = |e: FormatError| invalid_layer(&reference, &e);
         let manifest_bytes = manifest.to_bytes().map_err(invalid)?;
@@ -354,95 +299,59 @@ impl Sealed {
                 what: "its metadata or map is not what its manifest names".to_owned(),
             });
         }
-        // Before more is written: the version may be taken.
-        let conflict = |existing: Digest| StoreError::Conflict {
-            reference: Box::new(reference.clone()),
-            store: self.store.url().to_owned(),
-            existing,
-            new: digest,
+        let mut staged = Staged {
+            store: self.store.clone(),
+            reference: reference.clone(),
+            digest,
+            layer_id: manifest.layer_id(),
+            stats: WriteStats::default(),
+            warnings: Vec::new(),
         };
-        if let Some(existing) = self
-            .store
-            .read_ref(&reference)?
-            .filter(|existing| existing != &digest)
-        {
-            return Err(conflict(existing));
-        }
+        // Before more is written: the version may be taken.
+        staged.check()?;
 
-        // Chunks of the map that were not added: of layers that this one is made from.
-        for extent in map.extents() {
-            if self.held.contains(&extent.digest) {
-                continue;
-            }
-            if let Some(chunk) = self.index.locate(&extent.digest)? {
-                self.held.insert_stored(&extent.digest, &chunk)?;
-            } else if elsewhere.is_none()
-                && let Some(damage) = self.index.damage_of(&extent.digest)?
-            {
-                return Err(damage);
-            }
+        let places = resolve(&mut self.held, &mut self.index, &reference, map, elsewhere)?;
+        if last {
+            self.held = Holdings::default(); // it is large
         }
         let mut warnings = std::mem::take(&mut self.warnings);
         warnings.extend(self.index.take_warnings());
         if let Some(trust) = &mut self.index.frames.trust {
             trust.save();
         }
-        let places = resolve(&self.held, &reference, map, elsewhere)?;
         let locator = build_locator(manifest.map.digest, map, places).map_err(invalid)?;
 
         let store = &self.store;
+        // Where no chunk was new, the layer most likely is not either, whatever its name.
+        let known = self.stats.new_chunks == 0;
+        let level = self.options.level;
         let mut written = store.put_raw(
             &Key::meta(&manifest.meta.digest),
             &manifest.meta,
-            &meta.into_stored(self.options.level)?,
+            known,
+            || meta.into_stored(level),
             &mut warnings,
         )?;
-        let mut stored_map = ObjectWriter::new(self.options.level);
-        map.emit(&mut |piece| stored_map.push(piece))?;
-        written += store.put_raw(
-            &Key::map(&manifest.map.digest),
-            &manifest.map,
-            &stored_map.finish()?.stored,
-            &mut warnings,
-        )?;
+        written += store.put_map(manifest, map, known, level, &mut warnings)?;
         written += store.put_locator(&manifest.map.digest, map, &locator, &mut warnings)?;
         let key = Key::manifest(&digest);
         written += store.put_checked(&key, &manifest_bytes, &mut warnings, || {
             store.manifest(&digest).map(|_| ())
         })?;
 
-        let object = serde_json::to_vec(&RefObject {
-            format: 1,
-            manifest: digest,
-        })
-        .unwrap_or_default();
-        let outcome = match store.create_reference(&reference, &digest, &object)? {
-            PutOutcome::Created => {
-                written += object.len() as u64;
-                PublishOutcome::Created
-            }
-            PutOutcome::Exists => match store.read_ref(&reference)? {
-                Some(existing) if existing == digest => PublishOutcome::Already,
-                Some(existing) => return Err(conflict(existing)),
-                None => return Err(store.missing(&Key::reference(&reference))), // removed just now
-            },
-        };
         self.stats.new_bytes += written;
-        Ok(Published {
-            reference,
-            digest,
-            layer_id: manifest.layer_id(),
-            outcome,
-            stats: self.stats,
-            warnings,
-        })
+        staged.stats = self.stats;
+        staged.warnings = warnings;
+        Ok(staged)
     }
 }
 
-/// For each extent of the map: its frame, and its first byte in the frame's raw bytes. `elsewhere`
-/// says where those are that are not here.
+/// For each extent of the map: its frame, and its first byte in the frame's raw bytes. Chunks that
+/// were not added, of layers that this one is made from, are looked up in the store. `elsewhere` says
+/// where those are that are not here.
 pub(super) fn resolve(
-    held: &Holdings,
+    held: &mut Holdings,
+    index: &mut IndexSet,
     reference: &Reference,
     map: &LayerMap,
     elsewhere: Option<&Locator>,
@@ -451,20 +360,22 @@ pub(super) fn resolve(
         object: reference.to_string(),
         what,
     };
-    let mut places = Places {
-        packs: held.packs().to_vec(),
-        frames: held.frames().map(|(pack, frame)| (pack, *frame)).collect(),
-        extents: Vec::with_capacity(map.extents().len()),
+    let gone = |digest: &Digest| {
+        invalid(format!(
+            "chunk {digest} of its map was not added and is not in the store"
+        ))
     };
-    let mut taken = HashMap::new();
+    let mut extents = Vec::with_capacity(map.extents().len());
+    let mut missing = Vec::new();
     for (i, extent) in map.extents().iter().enumerate() {
-        let gone = || {
-            invalid(format!(
-                "chunk {} of its map was not added and is not in the store",
-                extent.digest
-            ))
-        };
-        let place = match held.get(&extent.digest) {
+        let mut known = held.get(&extent.digest)?;
+        if known.is_none()
+            && let Some(chunk) = index.locate(&extent.digest)?
+        {
+            held.insert_stored(&extent.digest, &chunk)?;
+            known = held.get(&extent.digest)?;
+        }
+        extents.push(match known {
             Some(known) if known.len != extent.len => {
                 let what = format!(
                     "chunk {} has {} bytes, its map says {}",
@@ -474,13 +385,31 @@ pub(super) fn resolve(
             }
             Some(known) => match known.place() {
                 Place::Stored(number) => (number, known.offset),
-                Place::New(_) => return Err(gone()), // its frame was never written
+                Place::New(_) => return Err(gone(&extent.digest)), // its frame was never written
             },
-            None => elsewhere
-                .and_then(|locator| places.take(&mut taken, locator, i))
-                .ok_or_else(gone)?,
+            None => {
+                if elsewhere.is_none() {
+                    let damage = index.damage_of(&extent.digest)?;
+                    return Err(damage.unwrap_or_else(|| gone(&extent.digest)));
+                }
+                missing.push(i);
+                (0, 0)
+            }
+        });
+    }
+    let mut places = Places {
+        packs: held.packs().to_vec(),
+        frames: held.frames().map(|(pack, frame)| (pack, *frame)).collect(),
+        extents,
+    };
+    let mut taken = HashMap::new();
+    for i in missing {
+        let place = elsewhere.and_then(|locator| places.take(&mut taken, locator, i));
+        let (Some(place), Some(slot)) = (place, places.extents.get_mut(i)) else {
+            let digest = map.extents().get(i).map(|extent| extent.digest);
+            return Err(gone(&digest.unwrap_or_else(|| Digest::of(&[]))));
         };
-        places.extents.push(place);
+        *slot = place;
     }
     Ok(places)
 }
@@ -606,29 +535,105 @@ impl LayerStore {
         Ok(bytes.len() as u64)
     }
 
-    /// Whether a compressed object is what its key says, without holding its raw bytes.
-    fn check_object(&self, key: &Key, blob: &Blob) -> Result<()> {
-        let stored = self
-            .blobs()
-            .get(key, max_stored(blob.size))?
-            .ok_or_else(|| self.missing(key))?;
-        let digest = digest_of_raw(&stored, blob.size).map_err(|e| self.bad(key, &e))?;
-        if digest != blob.digest {
-            return Err(self.corrupt(key, format!("the digest of its raw bytes is {digest}")));
-        }
-        Ok(())
+    /// What is stored of a compressed object, which is what its key says. Its raw bytes are never held.
+    fn sound_object(&self, key: &Key, blob: &Blob) -> Result<Vec<u8>> {
+        self.need_checked(key, max_stored(blob.size), &mut |stored| {
+            let digest = digest_of_raw(stored, blob.size).map_err(|e| self.bad(key, &e))?;
+            if digest != blob.digest {
+                return Err(self.corrupt(key, format!("the digest of its raw bytes is {digest}")));
+            }
+            Ok(stored.to_vec())
+        })
     }
 
-    /// A compressed object.
+    /// Whether a compressed object that was likely `known` before is there and sound. It is durable
+    /// then.
+    fn has_object(&self, key: &Key, blob: &Blob, known: bool) -> Result<bool> {
+        if !known {
+            return Ok(false);
+        }
+        match self.sound_object(key, blob) {
+            // As it is there, which costs no compressing.
+            Ok(stored) => {
+                self.blobs().put(key, &stored, PutMode::IfAbsent)?;
+                Ok(true)
+            }
+            Err(StoreError::Missing { .. }) => Ok(false),
+            // The usual way tells and replaces it.
+            Err(error) if error.is_damage() => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// A compressed object, made by `make` unless it was `known` before and is there.
     fn put_raw(
         &self,
         key: &Key,
         blob: &Blob,
-        stored: &[u8],
+        known: bool,
+        make: impl FnOnce() -> Result<Vec<u8>>,
         warnings: &mut Vec<String>,
     ) -> Result<u64> {
+        if self.has_object(key, blob, known)? {
+            return Ok(0);
+        }
+        let stored = make()?;
         debug_assert!(stored.len() as u64 <= max_stored(blob.size));
-        self.put_checked(key, stored, warnings, || self.check_object(key, blob))
+        self.put_checked(key, &stored, warnings, || {
+            self.sound_object(key, blob).map(drop)
+        })
+    }
+
+    /// A map. A large one is compressed on its way into the store.
+    fn put_map(
+        &self,
+        manifest: &Manifest,
+        map: &LayerMap,
+        known: bool,
+        level: i32,
+        warnings: &mut Vec<String>,
+    ) -> Result<u64> {
+        let (key, blob) = (Key::map(&manifest.map.digest), &manifest.map);
+        if blob.size < STREAMED {
+            let make = || {
+                let mut object = ObjectWriter::new(level);
+                map.emit(&mut |piece| object.push(piece))?;
+                Ok(object.finish()?.stored)
+            };
+            return self.put_raw(&key, blob, known, make, warnings);
+        }
+        if self.has_object(&key, blob, known)? {
+            return Ok(0);
+        }
+        let put = |mode| -> Result<(PutOutcome, u64)> {
+            let mut out = self.blobs().put_stream()?;
+            let mut object = ObjectWriter::new(level);
+            let mut len = 0;
+            let mut write = |bytes: &[u8]| {
+                len += bytes.len() as u64;
+                out.write(bytes)
+            };
+            map.emit(&mut |piece| -> Result<()> {
+                object.push(piece)?;
+                let stored = object.take_stored(STREAM_PIECE);
+                stored.map_or(Ok(()), |stored| write(&stored))
+            })?;
+            write(&object.finish()?.stored)?;
+            Ok((out.commit(&key, mode)?, len))
+        };
+        let (outcome, len) = put(PutMode::IfAbsent)?;
+        if outcome == PutOutcome::Created {
+            return Ok(len);
+        }
+        match self.sound_object(&key, blob) {
+            Ok(_) => Ok(0),
+            Err(error) if error.is_damage() => {
+                tracing::warn!("replaced: {error}");
+                warnings.push(format!("replaced: {error}"));
+                Ok(put(PutMode::Overwrite)?.1)
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// An existing locator stays only if it is the same: each frame of `locator` was verified or

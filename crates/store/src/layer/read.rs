@@ -163,6 +163,11 @@ fn end_of(frame: &FrameLoc) -> u64 {
     frame.offset.saturating_add(u64::from(frame.stored_len))
 }
 
+/// Where its stored bytes are in the pack.
+pub(super) fn range_of(frame: &FrameLoc) -> Range<u64> {
+    frame.offset..end_of(frame)
+}
+
 /// Requests that cover `frames`: each frame once, in the order of packs and offsets.
 pub(super) fn plan(locator: &Locator, frames: &[u32]) -> Result<Vec<Request>> {
     let mut wanted = frames
@@ -209,27 +214,10 @@ pub(super) fn plan(locator: &Locator, frames: &[u32]) -> Result<Vec<Request>> {
 
 type Answer = (u64, Vec<(u32, Vec<u8>)>, Option<StoreError>);
 
-/// The part of a request's bytes that is a frame's.
-pub(super) fn slice_of<'a>(
-    request: &Request,
-    bytes: &'a [u8],
-    frame: &FrameLoc,
-) -> Option<&'a [u8]> {
-    let start = usize::try_from(frame.offset.checked_sub(request.range.start)?).ok()?;
-    let len = usize::try_from(frame.stored_len).ok()?;
-    bytes.get(start..start.checked_add(len)?)
-}
-
 impl LayerStore {
     /// A request's bytes.
     pub(crate) fn fetch(&self, pack: &Digest, range: Range<u64>) -> Result<Vec<u8>> {
-        let key = Key::pack(pack);
-        let bytes = self.blobs().get_range(&key, range.clone())?;
-        if bytes.len() as u64 != range.end.saturating_sub(range.start) {
-            let what = format!("the store answered with {} bytes", bytes.len());
-            return Err(self.corrupt_range(&key, range, what));
-        }
-        Ok(bytes)
+        self.range_whole(&Key::pack(pack), range)
     }
 
     fn corrupt_range(&self, key: &Key, range: Range<u64>, what: impl Into<String>) -> StoreError {
@@ -293,10 +281,11 @@ impl LayerStore {
             object: format!("frame {frame}"),
             what: "no request was planned".to_owned(),
         })?;
-        let stored = self
-            .fetch(&request.pack, request.range.clone())
-            .map_err(|error| self.not_seeded(error, locator))?;
-        self.open_frame(&request.pack, location, &stored)
+        let key = Key::pack(&request.pack);
+        self.range_checked(&key, request.range, &mut |stored| {
+            self.open_frame(&request.pack, location, stored)
+        })
+        .map_err(|error| self.not_seeded(error, locator))
     }
 
     /// Fetches frames, each once, in the order of packs and offsets, within
@@ -368,11 +357,10 @@ impl LayerStore {
         };
         let mut opened = Vec::with_capacity(request.frames.len());
         let mut wrong = None;
-        for &number in &request.frames {
-            let raw = frame_at(locator, number).and_then(|frame| {
-                let stored = slice_of(request, &bytes, frame).unwrap_or_default();
-                self.open_frame(&request.pack, frame, stored)
-            });
+        let raw = self.open_frames(locator, request, &bytes, &mut |frame, stored| {
+            self.open_frame(&request.pack, frame, stored)
+        });
+        for (&number, raw) in request.frames.iter().zip(raw) {
             match raw {
                 Ok(raw) => opened.push((number, raw)),
                 Err(error) => {
@@ -384,6 +372,33 @@ impl LayerStore {
         let received = bytes.len() as u64;
         recycle(bytes);
         (received, opened, wrong)
+    }
+
+    /// What `open` makes of the stored bytes of each frame of a request, which were read; frames
+    /// that it finds wrong are read again.
+    pub(super) fn open_frames<T>(
+        &self,
+        locator: &Locator,
+        request: &Request,
+        bytes: &[u8],
+        open: &mut dyn FnMut(&FrameLoc, &[u8]) -> Result<T>,
+    ) -> Vec<Result<T>> {
+        let found: Result<Vec<&FrameLoc>> = (request.frames.iter())
+            .map(|&number| frame_at(locator, number))
+            .collect();
+        let frames = match found {
+            Ok(frames) => frames,
+            Err(error) => return vec![Err(error)],
+        };
+        let parts: Vec<Range<u64>> = frames.iter().copied().map(range_of).collect();
+        let key = Key::pack(&request.pack);
+        let start = request.range.start;
+        self.parts_checked(&key, start, bytes, &parts, &mut |at, stored| {
+            match frames.get(at) {
+                Some(frame) => open(frame, stored),
+                None => Err(self.missing(&key)), // there is a part for each frame
+            }
+        })
     }
 
     /// Fetches the chunks of these extents (indexes into the map), each extent once, verified

@@ -12,9 +12,7 @@ use crate::digest::Digest;
 use crate::error::{Result, StoreError};
 use crate::format::locator::{FrameLoc, Locator, PackLoc};
 use crate::format::map::LayerMap;
-use crate::format::pack::{
-    FOOTER_LEN, FRAMES_START, PackFooter, PackFrame, PackTable, check_header,
-};
+use crate::format::pack::{FOOTER_LEN, FRAMES_START, PackFrame, PackTable};
 use crate::key::Key;
 use crate::manifest::Manifest;
 
@@ -47,10 +45,8 @@ impl LayerStore {
         if size < FRAMES_START + FOOTER_LEN {
             return Err(self.corrupt(&key, format!("it has only {size} bytes")));
         }
-        let head = self.fetch(id, 0..FRAMES_START)?;
-        check_header(&head).map_err(|e| self.bad(&key, &e))?;
-        let footer = self.fetch(id, size - FOOTER_LEN..size)?;
-        let footer = PackFooter::parse(&footer, size).map_err(|e| self.bad(&key, &e))?;
+        self.check_pack_header(&key, size)?;
+        let footer = self.read_footer(&key, size)?;
         let table = self.read_table(&key, size, footer.table_offset)?;
         Ok((footer.table_offset, table))
     }
@@ -93,30 +89,35 @@ impl LayerStore {
             let whole = self.fetch(id, start..end);
             for &index in run {
                 let Some(frame) = at(index) else { continue };
-                let alone;
-                let stored: Result<&[u8]> = match &whole {
-                    Ok(bytes) => {
-                        let from = usize::try_from(frame.offset - start).unwrap_or(usize::MAX);
-                        let len = usize::try_from(frame.stored_len).unwrap_or(usize::MAX);
-                        Ok(bytes
-                            .get(from..from.saturating_add(len))
-                            .unwrap_or_default())
-                    }
-                    // Part of the range cannot be read: find out which frames.
-                    Err(_) => match self.fetch(id, frame.offset..end_of(&frame)) {
-                        Ok(bytes) => {
-                            alone = bytes;
-                            Ok(&alone)
-                        }
-                        Err(error) => Err(error),
-                    },
-                };
-                let checked = stored.and_then(|stored| {
-                    let mine = chunks.get(index).copied().unwrap_or_default();
-                    self.check_stored_frame(id, table, &frame, mine, stored)
-                        .map(|()| stored)
+                let mine = chunks.get(index).copied().unwrap_or_default();
+                let check =
+                    |stored: &[u8]| self.check_stored_frame(id, table, &frame, mine, stored);
+                let first = whole.as_ref().ok().map(|bytes| {
+                    let from = usize::try_from(frame.offset - start).unwrap_or(usize::MAX);
+                    let len = usize::try_from(frame.stored_len).unwrap_or(usize::MAX);
+                    bytes
+                        .get(from..from.saturating_add(len))
+                        .unwrap_or_default()
                 });
-                sink(index, checked)?;
+                let wrong = match first.map(|stored| (stored, check(stored))) {
+                    Some((stored, Ok(()))) => {
+                        sink(index, Ok(stored))?;
+                        continue;
+                    }
+                    Some((_, Err(error))) => Some(error),
+                    // Part of the range cannot be read: find out which frames.
+                    None => None,
+                };
+                let mut keep = |stored: &[u8]| check(stored).map(|()| stored.to_vec());
+                let (key, range) = (Key::pack(id), frame.offset..end_of(&frame));
+                let again = match wrong {
+                    Some(error) => self.reread_range(&key, range, error, &mut keep),
+                    None => self.range_checked(&key, range, &mut keep),
+                };
+                match again {
+                    Ok(stored) => sink(index, Ok(&stored))?,
+                    Err(error) => sink(index, Err(error))?,
+                }
             }
         }
         Ok(())
@@ -184,7 +185,7 @@ impl LayerStore {
     pub(crate) fn move_frames(&self, wanted: &FramesOfPacks) -> Result<Moved> {
         let mut moved = Moved::default();
         let mut order: Vec<FramePlace> = Vec::new();
-        let mut writer = PackWriter::new(self);
+        let mut writer = PackWriter::new(self, None);
         for (id, (size, offsets)) in wanted {
             let result = self.structure_of_pack(id, *size).and_then(|(_, table)| {
                 let chunks = chunks_by_frame(&table);
@@ -306,16 +307,9 @@ impl LayerWriter {
     /// [`StoreError::InvalidInput`] or damage if a chunk is nowhere in the store, or only in damaged
     /// packs.
     pub(crate) fn relocate(mut self, manifest: &Manifest, map: &LayerMap) -> Result<Vec<String>> {
-        for extent in map.extents() {
-            if self.held.contains(&extent.digest) || self.find_stored(&extent.digest, extent.len)? {
-                continue;
-            }
-            if let Some(damage) = self.index.damage_of(&extent.digest)? {
-                return Err(damage);
-            }
-        }
+        let reference = manifest.reference();
+        let places = resolve(&mut self.held, &mut self.index, &reference, map, None)?;
         let mut warnings = self.index.take_warnings();
-        let places = resolve(&self.held, &manifest.reference(), map, None)?;
         let locator = build_locator(manifest.map.digest, map, places)?;
         self.store
             .put_locator(&manifest.map.digest, map, &locator, &mut warnings)?;

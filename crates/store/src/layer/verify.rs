@@ -7,13 +7,12 @@ use std::collections::HashSet;
 use std::ops::Range;
 
 use super::LayerStore;
-use super::read::{Request, frame_at, plan, slice_of};
+use super::read::{Request, frame_at, plan, range_of};
 use crate::digest::Digest;
 use crate::error::{Result, StoreError};
 use crate::format::index::IndexPack;
 use crate::format::locator::{FrameLoc, Locator, PackLoc};
 use crate::format::map::LayerMap;
-use crate::format::pack::{FOOTER_LEN, FRAMES_START, PackFooter, check_header};
 use crate::index::{SegmentStream, segments};
 use crate::key::Key;
 use crate::manifest::{LayerId, Manifest};
@@ -188,17 +187,27 @@ impl LayerStore {
             damaged: Vec::new(),
             warnings: Vec::new(),
         };
+        drop(self.blobs().take_disagreements());
+        self.verify_into(reference, &mut report)?;
+        // What an address has wrong costs nothing while another has it right, and is damage.
+        for found in self.blobs().take_disagreements() {
+            report.note::<()>(Err(found.to_error()), Vec::new)?;
+        }
+        Ok(report)
+    }
+
+    fn verify_into(&self, reference: &Reference, report: &mut VerifyReport) -> Result<()> {
         let resolved = self.resolve(reference);
         report.objects += 1;
         let Some(digest) = report.note(resolved, Vec::new)? else {
-            return Ok(report);
+            return Ok(());
         };
         report.manifest = Some(digest);
         let lost = self.lost_marker()?;
         report.warnings.extend(lost.map(|error| error.to_string()));
         report.objects += 1;
         let Some(manifest) = report.note(self.manifest(&digest), Vec::new)? else {
-            return Ok(report);
+            return Ok(());
         };
         report.layer_id = Some(manifest.layer_id());
         if &manifest.reference() != reference {
@@ -214,16 +223,16 @@ impl LayerStore {
         report.note(self.meta(&manifest), Vec::new)?;
         report.objects += 1;
         let Some(map) = report.note(self.map(&manifest), everything)? else {
-            return Ok(report);
+            return Ok(());
         };
         report.objects += 1;
         let Some(locator) = report.note(self.locator(&manifest, &map), everything)? else {
-            return Ok(report);
+            return Ok(());
         };
-        self.verify_small(&manifest, &mut report)?;
-        self.verify_packs(&map, &locator, &mut report)?;
-        self.verify_indexed(&locator, &mut report)?;
-        Ok(report)
+        self.verify_small(&manifest, report)?;
+        self.verify_packs(&map, &locator, report)?;
+        self.verify_indexed(&locator, report)?;
+        Ok(())
     }
 
     /// That a sound index segment names each pack of the layer.
@@ -433,10 +442,11 @@ impl LayerStore {
         };
         // A pack that is gone is one damage, not one for each of its frames.
         let key = Key::pack(&pack.id);
-        let size = self
-            .blobs()
-            .size(&key)
-            .and_then(|size| size.ok_or_else(|| self.missing(&key)));
+        let size = self.blobs().size(&key).and_then(|size| match size {
+            Some(size) => Ok(size),
+            // A copy may have it: its frames can be read then.
+            None => self.check_pack_header(&key, pack.size).map(|()| pack.size),
+        });
         let Some(size) = part.note(size, || data_of(map, locator, frames))? else {
             return Ok((false, part));
         };
@@ -456,15 +466,15 @@ impl LayerStore {
     ) -> Result<()> {
         let key = Key::pack(&pack.id);
         if size != pack.size {
-            return Err(self.corrupt(
-                &key,
-                format!("it has {size} bytes, its locator says {}", pack.size),
-            ));
+            return Err(StoreError::Corrupt {
+                store: self.blobs().first_url(),
+                key: key.to_string(),
+                range: None,
+                what: format!("it has {size} bytes, its locator says {}", pack.size),
+            });
         }
-        let head = self.fetch(&pack.id, 0..FRAMES_START.min(size))?;
-        check_header(&head).map_err(|e| self.bad(&key, &e))?;
-        let footer = self.fetch(&pack.id, size.saturating_sub(FOOTER_LEN)..size)?;
-        let footer = PackFooter::parse(&footer, size).map_err(|e| self.bad(&key, &e))?;
+        self.check_pack_header(&key, size)?;
+        let footer = self.read_footer(&key, size)?;
         let table = self.read_table(&key, size, footer.table_offset)?;
         for &number in frames {
             let frame = frame_at(locator, number)?;
@@ -494,24 +504,31 @@ impl LayerStore {
 
     fn verify_request(&self, map: &LayerMap, locator: &Locator, request: &Request) -> Result<Part> {
         let mut part = Part::default();
-        let whole = self.fetch(&request.pack, request.range.clone());
-        for &number in &request.frames {
-            let frame = frame_at(locator, number)?;
-            let result = match &whole {
-                Ok(bytes) => {
-                    let stored = slice_of(request, bytes, frame).unwrap_or_default();
-                    self.verify_frame(map, locator, &request.pack, number, stored)
+        let key = Key::pack(&request.pack);
+        let verify = |number: u32, stored: &[u8]| {
+            self.verify_frame(map, locator, &request.pack, number, stored)
+        };
+        let results: Vec<Result<u64>> = match self.fetch(&request.pack, request.range.clone()) {
+            Ok(bytes) => {
+                let mut parts = Vec::with_capacity(request.frames.len());
+                for &number in &request.frames {
+                    parts.push(range_of(frame_at(locator, number)?));
                 }
-                // Part of the range cannot be read: find out which frames.
-                Err(_) => self
-                    .fetch(
-                        &request.pack,
-                        frame.offset..frame.offset.saturating_add(frame.stored_len.into()),
-                    )
-                    .and_then(|stored| {
-                        self.verify_frame(map, locator, &request.pack, number, &stored)
-                    }),
-            };
+                let start = request.range.start;
+                self.parts_checked(&key, start, &bytes, &parts, &mut |at, stored| {
+                    verify(request.frames.get(at).copied().unwrap_or(u32::MAX), stored)
+                })
+            }
+            // Part of the range cannot be read: find out which frames.
+            Err(_) => (request.frames.iter())
+                .map(|&number| {
+                    let range = range_of(frame_at(locator, number)?);
+                    self.range_checked(&key, range, &mut |stored| verify(number, stored))
+                })
+                .collect(),
+        };
+        for (&number, result) in request.frames.iter().zip(results) {
+            let frame = frame_at(locator, number)?;
             let raw = part.note(result, || data_of(map, locator, &[number]))?;
             part.frames += 1;
             part.stored_bytes += u64::from(frame.stored_len);

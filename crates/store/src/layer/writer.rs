@@ -45,6 +45,9 @@ pub struct WriterOptions {
     /// Read and verify every frame before it is shared, whatever is remembered; what is found is
     /// remembered instead.
     pub verify_all: bool,
+    /// Directory of this machine for an unnamed temporary file with what has to be known of each
+    /// chunk of a large layer (44 bytes). `None`: that stays in memory.
+    pub scratch: Option<PathBuf>,
 }
 
 impl Default for WriterOptions {
@@ -56,6 +59,7 @@ impl Default for WriterOptions {
             frame: FRAME,
             verified_cache: None,
             verify_all: false,
+            scratch: None,
         }
     }
 }
@@ -80,6 +84,21 @@ pub struct WriteStats {
     pub new_packs: u64,
 }
 
+impl WriteStats {
+    /// What was done since then.
+    pub(super) const fn since(&self, earlier: &Self) -> Self {
+        Self {
+            raw_bytes: self.raw_bytes.saturating_sub(earlier.raw_bytes),
+            new_raw_bytes: self.new_raw_bytes.saturating_sub(earlier.new_raw_bytes),
+            new_bytes: self.new_bytes.saturating_sub(earlier.new_bytes),
+            new_chunks: self.new_chunks.saturating_sub(earlier.new_chunks),
+            reused_chunks: self.reused_chunks.saturating_sub(earlier.reused_chunks),
+            new_frames: self.new_frames.saturating_sub(earlier.new_frames),
+            new_packs: self.new_packs.saturating_sub(earlier.new_packs),
+        }
+    }
+}
+
 /// A file's content as chunks. Equal for equal content and chunker.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct FileChunks {
@@ -93,16 +112,21 @@ pub struct FileChunks {
 /// that, nothing of it is visible except packs that no index names.
 ///
 /// Memory: what the store's index needs (see [`crate::index`]; about 1.4 bytes a chunk with a
-/// cache), about 54 bytes for each chunk of this layer, and a bounded number of frames.
+/// cache), 5 to 10 bytes for each chunk of this layer (without [`WriterOptions::scratch`] about
+/// 54), and a bounded number of frames.
 #[derive(Debug)]
 pub struct LayerWriter {
     pub(super) store: LayerStore,
     pub(super) options: WriterOptions,
     pub(super) index: IndexSet,
     pub(super) held: Holdings,
-    /// A frame's number in the pipeline, by the ticket it got when it was begun.
+    /// A frame's number in the pipeline, by the ticket it got when it was begun, counted from the
+    /// first that was not settled before.
     pub(super) tickets: Vec<Option<u64>>,
+    first_ticket: usize,
     pub(super) pipeline: Pipeline,
+    /// No chunk can be added any more.
+    closed: bool,
     pending: RawFrame,
     pending_ticket: u32,
     pub(super) stats: WriteStats,
@@ -143,13 +167,16 @@ impl LayerWriter {
             .as_deref()
             .map(|directory| Trust::load(directory, store.url(), options.verify_all));
         let pipeline = Pipeline::new(store.clone(), options.level, jobs)?;
+        let held = Holdings::new(options.scratch.as_deref());
         Ok(Self {
             store,
             options,
             index,
-            held: Holdings::default(),
+            held,
             tickets: vec![None],
+            first_ticket: 0,
             pipeline,
+            closed: false,
             pending: RawFrame::default(),
             pending_ticket: 0,
             stats: WriteStats::default(),
@@ -162,15 +189,18 @@ impl LayerWriter {
     pub(super) fn resume(sealed: Sealed) -> Result<Self> {
         let jobs = jobs_of(sealed.options.jobs)?;
         let pipeline = Pipeline::new(sealed.store.clone(), sealed.options.level, jobs)?;
+        let first_ticket = sealed.held.first_ticket();
         Ok(Self {
             store: sealed.store,
             options: sealed.options,
             index: sealed.index,
             held: sealed.held,
             tickets: vec![None],
+            first_ticket,
             pipeline,
+            closed: false,
             pending: RawFrame::default(),
-            pending_ticket: 0,
+            pending_ticket: u32::try_from(first_ticket).unwrap_or(u32::MAX), // its use is checked
             stats: sealed.stats,
             warnings: sealed.warnings,
             buffer: Vec::new(),
@@ -193,9 +223,10 @@ impl LayerWriter {
                     bytes.len()
                 ),
             })?;
+        self.check_open()?;
         let digest = Digest::of(bytes);
         self.stats.raw_bytes += u64::from(len);
-        if self.held.contains(&digest) || self.find_stored(&digest, len)? {
+        if self.held.contains(&digest)? || self.find_stored(&digest, len)? {
             self.stats.reused_chunks += 1;
             return Ok(digest);
         }
@@ -228,7 +259,8 @@ impl LayerWriter {
             }
             (ticket, offset)
         };
-        self.held.insert(digest, len, Place::New(ticket), offset)?;
+        self.held
+            .insert_new(digest, len, Place::New(ticket), offset)?;
         self.stats.new_chunks += 1;
         self.stats.new_raw_bytes += u64::from(len);
         Ok(digest)
@@ -240,7 +272,8 @@ impl LayerWriter {
     /// # Errors
     /// What went wrong in reading the store's packs.
     pub fn has_chunk(&mut self, digest: &Digest, len: u32) -> Result<bool> {
-        Ok(match self.held.get(digest) {
+        self.check_open()?;
+        Ok(match self.held.get(digest)? {
             Some(known) => known.len == len,
             None => self.find_stored(digest, len)?,
         })
@@ -302,6 +335,30 @@ impl LayerWriter {
         Ok(())
     }
 
+    /// Says that no chunk comes any more: what is left is written to the store while the caller lays
+    /// the layer out. Only [`LayerWriter::finish`] and [`LayerWriter::seal`] can follow; what
+    /// would add or look up a chunk is refused.
+    ///
+    /// # Errors
+    /// What went wrong in writing an earlier chunk.
+    pub fn close(&mut self) -> Result<()> {
+        self.flush()?;
+        self.pipeline.close();
+        self.held.rest();
+        self.closed = true;
+        Ok(())
+    }
+
+    fn check_open(&self) -> Result<()> {
+        if self.closed {
+            return Err(StoreError::InvalidInput {
+                object: "a layer".to_owned(),
+                what: "a chunk came after its last".to_owned(),
+            });
+        }
+        Ok(())
+    }
+
     /// Looks a chunk up in the store and remembers it.
     pub(super) fn find_stored(&mut self, digest: &Digest, len: u32) -> Result<bool> {
         match self.index.locate(digest)? {
@@ -314,7 +371,8 @@ impl LayerWriter {
     }
 
     fn ticket(&mut self) -> Result<u32> {
-        let ticket = u32::try_from(self.tickets.len()).map_err(|_| StoreError::InvalidInput {
+        let next = self.first_ticket.saturating_add(self.tickets.len());
+        let ticket = u32::try_from(next).map_err(|_| StoreError::InvalidInput {
             object: "a layer".to_owned(),
             what: "it has more than 2^32-1 frames".to_owned(),
         })?;
@@ -330,6 +388,7 @@ impl LayerWriter {
 
     fn note(&mut self, ticket: u32, number: u64) {
         let index = usize::try_from(ticket).unwrap_or(usize::MAX);
+        let index = index.saturating_sub(self.first_ticket);
         if let Some(slot) = self.tickets.get_mut(index) {
             *slot = Some(number);
         }

@@ -79,12 +79,10 @@ impl LayerStore {
     /// if the backend fails.
     pub fn is_signed_by(&self, manifest: &Digest, public: &PublicKey) -> Result<bool> {
         let key = Key::signature(manifest, public);
-        match self.blobs().get(&key, MAX_SIGNATURE)? {
-            None => Ok(false),
-            Some(bytes) => self
-                .check_signature(manifest, public, &key, &bytes)
-                .map(|()| true),
-        }
+        let good = self.get_checked(&key, MAX_SIGNATURE, &mut |bytes| {
+            self.check_signature(manifest, public, &key, bytes)
+        })?;
+        Ok(good.is_some())
     }
 
     /// All signatures of a manifest, sorted by key, each with its own error: a damaged or foreign
@@ -125,11 +123,10 @@ impl LayerStore {
             .next()
             .and_then(PublicKey::from_hex)
             .ok_or_else(|| self.bad_signature(key, "its name is no public key"))?;
-        let Some(bytes) = self.blobs().get(key, MAX_SIGNATURE)? else {
-            return Ok(None);
-        };
-        self.check_signature(manifest, &named, key, &bytes)?;
-        Ok(Some(named))
+        let good = self.get_checked(key, MAX_SIGNATURE, &mut |bytes| {
+            self.check_signature(manifest, &named, key, bytes)
+        })?;
+        Ok(good.map(|()| named))
     }
 
     fn check_signature(

@@ -8,6 +8,7 @@ use crate::digest::Digest;
 use crate::error::{Result, StoreError};
 use crate::format::locator::{FrameLoc, Locator};
 use crate::format::map::LayerMap;
+use crate::key::Key;
 use crate::layer::{FrameChunks, LayerStore, LayerWriter, StoredFrame, Tables};
 
 /// Bytes between two frames that are fetched rather than split into two requests.
@@ -151,18 +152,26 @@ impl Request {
     /// Reads and verifies its frames.
     pub(super) fn fetch(&self, source: &LayerStore, locator: &Locator) -> Result<Vec<StoredFrame>> {
         let bytes = source.fetch(&self.pack, self.range.clone())?;
-        self.frames
-            .iter()
-            .map(|wanted| {
-                let (frame, _) = frame_of(locator, wanted.number)?;
-                let start = frame.offset.saturating_sub(self.range.start);
-                let start = usize::try_from(start).unwrap_or(usize::MAX);
-                let len = usize::try_from(frame.stored_len).unwrap_or(usize::MAX);
-                let stored = bytes
-                    .get(start..start.saturating_add(len))
-                    .unwrap_or_default();
-                source.stored_frame(&self.pack, frame, stored, &wanted.chunks, wanted.whole)
+        let mut frames = Vec::with_capacity(self.frames.len());
+        for wanted in &self.frames {
+            frames.push((frame_of(locator, wanted.number)?.0, wanted));
+        }
+        let end = |frame: &FrameLoc| frame.offset.saturating_add(frame.stored_len.into());
+        let parts: Vec<_> = (frames.iter())
+            .map(|(frame, _)| frame.offset..end(frame))
+            .collect();
+        let key = Key::pack(&self.pack);
+        let start = self.range.start;
+        source
+            .parts_checked(&key, start, &bytes, &parts, &mut |at, stored| {
+                match frames.get(at) {
+                    Some((frame, wanted)) => {
+                        source.stored_frame(&self.pack, frame, stored, &wanted.chunks, wanted.whole)
+                    }
+                    None => Err(source.missing(&key)), // there is a part for each frame
+                }
             })
+            .into_iter()
             .collect()
     }
 }

@@ -5,9 +5,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use layerpack_fixtures::servers::{Ending, Reply, Request, S3Behaviour, S3Server, Scripted};
-use layerpack_store::{BlobStore, OpenOptions, PutMode, StoreError, open};
+use layerpack_store::{
+    BlobStore, Key, LayerStore, MemStore, OpenOptions, PutMode, StoreError, open,
+};
 
-use crate::layers::noise;
+use crate::layers::{data_of, noise, publish, read_all, sample};
 use crate::support::{hasty, key, s3_options};
 
 const SIZE: usize = 300_000;
@@ -318,4 +320,50 @@ fn an_overloaded_bucket() {
     for error in failed {
         assert!(matches!(error, StoreError::Throttled { .. }), "{error:?}");
     }
+}
+
+/// A server that changes a bit of every second answer: layers read right all the same.
+#[test]
+fn every_second_answer_is_wrong() {
+    let files = sample(9);
+    let blobs = MemStore::new();
+    publish(
+        &LayerStore::new(Arc::new(blobs.clone())),
+        "base/x:1",
+        &files,
+    )
+    .unwrap();
+    let answer = move |request: &Request| {
+        let object = Key::new(request.target.trim_start_matches('/'))
+            .ok()
+            .and_then(|key| blobs.get(&key, u64::MAX).unwrap());
+        let Some(object) = object else {
+            return Reply::new(404, "");
+        };
+        let mut reply = Reply::of(&object, request);
+        if request.number % 2 == 1 && request.method == "GET" {
+            let middle = reply.body.len() / 2;
+            reply.body[middle] ^= 4;
+        }
+        reply
+    };
+    let server = start(answer.clone());
+    let store = LayerStore::new(opened(&server, &hasty()));
+    assert!(read_all(&store, "base/x:1").unwrap() == data_of(&files));
+    // Wrong every time: an error that names the object, after a few requests.
+    let server = start(move |request| {
+        let mut reply = answer(&Request {
+            number: 0,
+            ..request.clone()
+        });
+        if request.target.contains("maps/") {
+            reply.body[20] ^= 4;
+        }
+        reply
+    });
+    let store = LayerStore::new(opened(&server, &hasty()));
+    let error = read_all(&store, "base/x:1").unwrap_err();
+    assert!(matches!(error, StoreError::Corrupt { .. }), "{error:?}");
+    assert!(error.key().unwrap().starts_with("maps/"), "{error}");
+    assert!(server.requests() < 12, "{}", server.requests());
 }

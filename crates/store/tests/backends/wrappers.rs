@@ -7,7 +7,7 @@ use layerpack_fixtures::ScratchDir;
 use layerpack_store::blob::contract;
 use layerpack_store::{
     BlobStore, CachedStore, Digest, Fault, FaultStore, LayerStore, LimitedStore, MemStore,
-    MirrorStore, Operation, PutMode, RateLimits, ReadCacheOptions, RetryPolicy, RetryStore,
+    MirrorStore, Operation, PutMode, RateLimits, ReadCacheOptions, RetryPolicy, RetryStore, Span,
     StoreError,
 };
 
@@ -170,17 +170,35 @@ fn impatient() -> RetryPolicy {
     }
 }
 
-/// An answer of the wrong length, or with bytes that do not have their digest, is asked for again.
+/// An answer of the wrong length is asked for again; one that its reader finds wrong twice at most.
 #[test]
 fn wrong_answers_are_asked_for_again() {
     let bytes = vec![7; 1000];
-    let manifest = key(&format!("manifests/{}", Digest::of(&bytes).hex()));
     for fault in [Fault::Truncate, Fault::Corrupt] {
         let inner = memory();
-        inner.put(&manifest, &bytes, PutMode::IfAbsent).unwrap();
-        let faulty: Arc<dyn BlobStore> = Arc::new(FaultStore::fail_nth(inner, 1, fault));
-        let store = RetryStore::new(faulty, impatient());
-        assert_eq!(store.get(&manifest, 1000).unwrap().unwrap(), bytes);
+        inner
+            .put(&key("maps/x"), &bytes, PutMode::IfAbsent)
+            .unwrap();
+        let faulty = Arc::new(FaultStore::fail_nth(inner, 1, fault));
+        let store = RetryStore::new(faulty.clone(), impatient());
+        let whole = Span::Whole { max_len: 1000 };
+        let mut seen = Vec::new();
+        let found = store.reread(&key("maps/x"), &whole, &mut |answer, from| {
+            assert_eq!(from, store.url());
+            seen.push(answer == bytes);
+            answer == bytes
+        });
+        assert!(found.unwrap());
+        assert_eq!(seen, [false, true]);
+
+        let mut asked = 0;
+        let found = store.reread(&key("maps/x"), &Span::Range(5..9), &mut |answer, _| {
+            assert_eq!(answer, &bytes[5..9]);
+            asked += 1;
+            false
+        });
+        assert!(!found.unwrap());
+        assert_eq!((asked, faulty.calls()), (2, 4));
     }
     let inner = memory();
     inner
@@ -225,4 +243,26 @@ fn a_request_that_arrives_twice() {
     let outcome = store.put(&key("a/b"), b"x", PutMode::IfAbsent).unwrap();
     assert_eq!(outcome, layerpack_store::PutOutcome::Exists);
     assert_eq!(inner.get(&key("a/b"), 9).unwrap().unwrap(), b"x");
+}
+
+/// What a cache holds is not what its reader wants when it finds that wrong.
+#[test]
+fn a_cache_is_passed_over_when_its_answer_is_wrong() {
+    let dir = ScratchDir::new("cache").unwrap();
+    let inner = memory();
+    let bytes = b"{}".to_vec();
+    let manifest = key(&format!("manifests/{}", Digest::of(&bytes).hex()));
+    inner.put(&manifest, &bytes, PutMode::IfAbsent).unwrap();
+    let counter = counted(&inner);
+    let shared: Arc<dyn BlobStore> = counter.clone();
+    let store = cached(&shared, &dir, 1 << 30);
+    store.get(&manifest, 9).unwrap();
+    store.get(&manifest, 9).unwrap();
+    assert_eq!(counter.calls(), 1);
+    let whole = Span::Whole { max_len: 9 };
+    let accepted = store.reread(&manifest, &whole, &mut |answer, _| answer == bytes);
+    assert!(accepted.unwrap());
+    assert_eq!(counter.calls(), 2);
+    store.get(&manifest, 9).unwrap();
+    assert_eq!(counter.calls(), 2, "it is kept again");
 }

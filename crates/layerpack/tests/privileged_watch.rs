@@ -1,0 +1,168 @@
+//! What `top` and `trace` show.
+
+#![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "tests")]
+
+mod support;
+
+use std::io::{BufRead as _, BufReader, Read as _};
+use std::process::{Child, Stdio};
+
+use layerpack_fixtures::rng::Rng;
+use layerpack_fixtures::{is_root, skip};
+use serde_json::Value;
+use support::{Node, describe};
+
+/// A process that does not outlive a failed test.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn start(node: &Node, arguments: &[&str]) -> Running {
+    let mut command = node.command();
+    command.args(arguments);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    Running(command.spawn().unwrap())
+}
+
+/// A node with a mounted layer of many files, none of which was read.
+fn mounted(label: &str) -> (Node, String) {
+    let node = Node::new(label);
+    let tree = node.scratch.mkdir("tree/some").unwrap();
+    let mut rng = Rng::new(3);
+    for i in 0..200 {
+        fs_err::write(tree.join(format!("{i}")), rng.bytes(150_000)).unwrap();
+    }
+    node.build("base/many:1", tree.parent().unwrap(), &[]);
+    let dir = node.scratch.mkdir("mnt").unwrap().display().to_string();
+    node.ok(["mount", "--prefetch", "none", "base/many:1", &dir]);
+    (node, dir)
+}
+
+#[test]
+fn privileged_trace_names_files_and_what_was_fetched() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let (node, dir) = mounted("trace");
+    let mut trace = start(&node, &["trace", &dir]);
+    let mut said = BufReader::new(trace.0.stderr.take().unwrap());
+    let mut line = String::new();
+    said.read_line(&mut line).unwrap();
+    assert!(line.contains("watching 1 layers"), "{line}");
+    fs_err::read(format!("{dir}/some/7")).unwrap();
+    let mut out = BufReader::new(trace.0.stdout.take().unwrap());
+    let mut line = String::new();
+    out.read_line(&mut line).unwrap();
+    assert!(line.contains("base/many:1"), "{line}");
+    assert!(line.contains("/some/"), "{line}");
+    assert!(
+        line.contains("waited") && line.contains("fetched"),
+        "{line}"
+    );
+    // It ends with the mount.
+    node.ok(["umount", &dir]);
+    let mut rest = String::new();
+    out.read_to_string(&mut rest).unwrap();
+    assert!(trace.0.wait().unwrap().success());
+    assert!(
+        line.contains("/some/7") || rest.contains("/some/7"),
+        "{line}{rest}"
+    );
+
+    // The same for programs, for a time.
+    node.ok(["mount", "--prefetch", "none", "base/many:1", &dir]);
+    let mut trace = start(&node, &["-o", "json", "trace", "--for", "2s", &dir]);
+    let mut said = BufReader::new(trace.0.stderr.take().unwrap());
+    said.read_line(&mut String::new()).unwrap();
+    fs_err::read(format!("{dir}/some/150")).unwrap();
+    let mut text = String::new();
+    trace
+        .0
+        .stdout
+        .take()
+        .unwrap()
+        .read_to_string(&mut text)
+        .unwrap();
+    assert!(trace.0.wait().unwrap().success());
+    let events: Vec<Value> = text
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    let miss = events
+        .iter()
+        .find(|e| e["kind"] == "miss" && e["fetched_bytes"].as_u64() > Some(0));
+    let miss = miss.unwrap_or_else(|| panic!("{text}"));
+    assert_eq!(miss["layer"], "base/many:1");
+    let read: u64 = events
+        .iter()
+        .flat_map(|event| event["files"].as_array().unwrap())
+        .filter(|file| file["path"] == "/some/150")
+        .map(|file| file["len"].as_u64().unwrap())
+        .sum();
+    assert!(read >= 150_000, "{read}: {text}");
+    let error = node.fails(1, ["trace", "/tmp"]);
+    assert!(error.contains("/tmp is neither"), "{error}");
+    node.ok(["umount", &dir]);
+}
+
+#[test]
+fn privileged_top_shows_rates_of_mounts() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let (node, dir) = mounted("top");
+    let mut top = start(&node, &["-o", "json", "top", "--once", "--interval", "2s"]);
+    // Reads go on for as long as it looks.
+    let mut files = 0..200;
+    while top.0.try_wait().unwrap().is_none() {
+        if let Some(i) = files.next() {
+            fs_err::read(format!("{dir}/some/{i}")).unwrap();
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    assert!(top.0.wait().unwrap().success());
+    let mut text = String::new();
+    top.0
+        .stdout
+        .take()
+        .unwrap()
+        .read_to_string(&mut text)
+        .unwrap();
+    let seen: Value = serde_json::from_str(&text).unwrap();
+    assert!(seen["rss_bytes"].as_u64().unwrap() > 1 << 20, "{seen}");
+    let mounts = seen["mounts"].as_array().unwrap();
+    assert_eq!(mounts.len(), 1);
+    let row = &mounts[0];
+    assert_eq!(
+        (row["on"].as_str(), &row["owner"]),
+        (Some(dir.as_str()), &"mount".into())
+    );
+    for rate in [
+        "reads_per_second",
+        "read_bytes_per_second",
+        "fetched_bytes_per_second",
+    ] {
+        assert!(row[rate].as_u64().unwrap() > 0, "{rate}: {seen}");
+        assert_eq!(row[rate], seen["total"][rate]);
+    }
+    assert!(row["hit_percent"].as_u64().unwrap() <= 100);
+    let output = node.run(["top", "--interval", "1s"]);
+    assert!(output.status.success(), "{}", describe(&output));
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        text.contains("resident") && text.contains("MOUNT"),
+        "{text}"
+    );
+    assert!(text.contains(&dir) && !text.contains('\u{1b}'), "{text}");
+    node.ok(["umount", &dir]);
+    node.ok(["daemon", "stop"]);
+    assert!(
+        node.fails(1, ["top", "--once"])
+            .contains("no layerpack daemon")
+    );
+}
