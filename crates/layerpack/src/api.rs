@@ -300,8 +300,10 @@ pub(crate) struct ChannelOpen {
     pub(crate) open: bool,
 }
 
-/// A process inside a sandbox asks for a snapshot of it.
+/// A process inside a sandbox asks for a snapshot of it. A field that is not known is an error: a
+/// word for `dry_run` that was mistyped would publish.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(crate) struct InsideRequest {
     /// Name of the snapshot.
     pub(crate) name: String,
@@ -319,9 +321,9 @@ pub(crate) struct InsideRequest {
     /// Take the diffs below into the snapshot.
     #[serde(default)]
     pub(crate) squash: bool,
-    /// Refresh git's indexes.
+    /// Leave git's indexes as they are.
     #[serde(default)]
-    pub(crate) git_index: bool,
+    pub(crate) no_git_index: bool,
 }
 
 /// Asks the daemon to end.

@@ -39,9 +39,9 @@ struct Arguments {
     /// Take the diffs that the sandbox was made from into the snapshot
     #[arg(long)]
     squash: bool,
-    /// Refresh the indexes of git repositories that the sandbox wrote
+    /// Leave the indexes of git repositories as they are
     #[arg(long)]
-    git_index: bool,
+    no_git_index: bool,
     /// How the result is printed
     #[arg(short, long, value_enum, value_name = "FORMAT", default_value_t = Format::Text)]
     output: Format,
@@ -76,7 +76,7 @@ fn ask(arguments: &Arguments) -> anyhow::Result<()> {
         excludes: arguments.exclude.clone(),
         dry_run: arguments.dry_run,
         squash: arguments.squash,
-        git_index: arguments.git_index,
+        no_git_index: arguments.no_git_index,
     };
     let report = client.pack_diff(&request)?;
     let text = |pointer: &str| {

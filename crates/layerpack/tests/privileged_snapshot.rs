@@ -299,10 +299,14 @@ fn privileged_what_goes_wrong_harms_neither_sandbox_nor_store() {
     let published = || node.json(["snapshot", "ls"]).as_array().unwrap().len();
     let pack_as = |name: &str| node.run(["-q", "pack-diff", id, "--name", name, "--version", "1"]);
     // Two at once.
-    let held = sandboxes(&node).hold(id).unwrap();
-    let error = support::one_error(1, &pack_as("two"));
-    assert!(error.contains("another snapshot"), "{error}");
-    drop(held);
+    let held = sandboxes(&node).hold(id, Duration::ZERO).unwrap();
+    std::thread::scope(|scope| {
+        let second = scope.spawn(|| pack_as("two"));
+        std::thread::sleep(Duration::from_millis(300));
+        assert!(!second.is_finished() && published() == 0);
+        drop(held);
+        assert!(second.join().unwrap().status.success());
+    });
     // A name that is taken by something else.
     assert!(pack_as("taken").status.success());
     exec(&node, id, "echo two > /root/two");
@@ -332,7 +336,7 @@ fn privileged_what_goes_wrong_harms_neither_sandbox_nor_store() {
     let error = support::one_error(1, &pack_as("damaged"));
     assert!(error.contains("root/damaged"), "{error}");
     fs_err::remove_dir(&damaged).unwrap();
-    assert_eq!((published(), state(&node).as_str()), (1, "running"));
+    assert_eq!((published(), state(&node).as_str()), (2, "running"));
     exec(&node, id, "cat /root/one /root/two");
     // One that dies can still be packed, whole.
     let pid = node.json(["sandbox", "ls"])[0]["pid"].as_i64().unwrap();
@@ -656,6 +660,27 @@ fn privileged_a_snapshot_goes_elsewhere() {
         );
         assert!(output.status.success(), "{}", describe(&output));
     }
+    // What was made on another snapshot does not go without it.
+    let id2 = node.ok(["sandbox", "create", "--from", "diff/s:1"]);
+    exec(&node, id2.trim(), "echo two >/job/two");
+    node.ok(["pack-diff", id2.trim(), "--name", "t", "--version", "1"]);
+    node.ok(["sandbox", "rm", "-f", id2.trim()]);
+    let onto = ["--onto", "base/root:2", "--name", "u", "--version", "1"];
+    let keep = ["--strategy", "snapshot"];
+    let rebase = ["snapshot", "rebase", "diff/t:1"];
+    let said = node.fails(1, rebase.iter().chain(&onto).chain(&keep));
+    assert!(
+        said.contains("diff/s:1") && said.contains("snapshot squash"),
+        "{said}"
+    );
+    let squash = ["snapshot", "squash", "diff/t:1", "--name", "st"];
+    node.ok(squash.iter().chain(&["--version", "1"]));
+    let rebase = ["snapshot", "rebase", "diff/st:1"];
+    node.ok(["-q"].iter().chain(&rebase).chain(&onto).chain(&keep));
+    let shown = [
+        "run", "--rm", "diff/u:1", "--", "cat", "/job/one", "/job/two",
+    ];
+    assert_eq!(node.ok(shown), "one\ntwo\n");
     node.ok(["snapshot", "rm", "diff/r:2"]);
     node.fails(1, ["snapshot", "inspect", "diff/r:2"]);
     node.fails(1, ["snapshot", "rm", "base/root:1"]);

@@ -126,13 +126,14 @@ fn is_shared_file(line: &str) -> bool {
 }
 
 impl Sandboxes {
-    /// Keeps a sandbox for one who packs it. It may run meanwhile, and may end.
+    /// Keeps a sandbox for one who packs it. It may run meanwhile, and may end. While somebody else
+    /// packs it, waits up to `limit`.
     ///
     /// # Errors
-    /// [`RuntimeError::Busy`] if somebody else packs it.
-    pub fn hold(&self, name_or_id: &str) -> Result<Hold> {
+    /// [`RuntimeError::Busy`] if somebody else still packs it.
+    pub fn hold(&self, name_or_id: &str, limit: Duration) -> Result<Hold> {
         let id = self.layout.find(name_or_id)?;
-        match self.layout.pack_lock(&id)? {
+        match self.layout.pack_lock(&id, limit)? {
             Some(lock) => Ok(Hold { _lock: lock }),
             None => Err(RuntimeError::Busy {
                 id,

@@ -20,7 +20,7 @@
 use std::io::{ErrorKind, Read as _};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{FlockOperation, Mode, OFlags, flock};
 use rustix::io::Errno;
@@ -304,9 +304,9 @@ impl Layout {
         try_lock(&self.dir(id).join("freeze.lock"))
     }
 
-    /// Takes the right to pack a sandbox; `None` if somebody has it.
-    pub(crate) fn pack_lock(&self, id: &SandboxId) -> Result<Option<Lock>> {
-        try_lock(&self.dir(id).join("pack.lock"))
+    /// Takes the right to pack a sandbox; `None` if somebody has it, and still has after `limit`.
+    pub(crate) fn pack_lock(&self, id: &SandboxId, limit: Duration) -> Result<Option<Lock>> {
+        lock_within(&self.dir(id).join("pack.lock"), limit)
     }
 
     pub(crate) fn write(&self, record: &Record) -> Result<()> {
@@ -387,6 +387,18 @@ fn open_lock(path: &Path) -> Result<OwnedFd> {
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     rustix::fs::open(path, flags, Mode::from_raw_mode(0o600))
         .map_err(|e| std::io::Error::other(format!("locking {}: {e}", path.display())).into())
+}
+
+/// Tries again for a while. Whoever asks anew after each end (a loop inside a sandbox) has to start a
+/// program for it, and comes too late.
+fn lock_within(path: &Path, limit: Duration) -> Result<Option<Lock>> {
+    let deadline = Instant::now() + limit;
+    loop {
+        match try_lock(path)? {
+            None if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(2)),
+            taken => return Ok(taken),
+        }
+    }
 }
 
 fn try_lock(path: &Path) -> Result<Option<Lock>> {

@@ -22,6 +22,8 @@ use crate::user::open_inside;
 /// Exit code of a command that was killed because its time was over.
 const TIMED_OUT: u8 = 124;
 
+/// How long a removal waits for a snapshot to end.
+const SNAPSHOT_WAIT: Duration = Duration::from_secs(60);
 /// How long the processes of a killed sandbox may take to end.
 const END_WAIT: Duration = Duration::from_secs(20);
 
@@ -432,7 +434,9 @@ impl Sandboxes {
     ///
     /// # Errors
     /// [`RuntimeError::Running`] without `force` if it runs;
-    /// [`RuntimeError::Busy`] while somebody makes, runs or freezes it.
+    /// [`RuntimeError::Busy`] while somebody makes or runs it, or when a snapshot that is being made
+    /// of it does not end within a minute. With `force` its processes are killed before that, so
+    /// that they cannot ask for one snapshot after the other.
     pub fn remove(&self, name_or_id: &str, force: bool) -> Result<Sandbox> {
         let id = self.layout.find(name_or_id)?;
         let record = match self.record(&id) {
@@ -456,14 +460,29 @@ impl Sandboxes {
             }
             return Err(busy("it is being made, run or removed"));
         };
+        if force {
+            self.kill(&record, &group);
+        }
+        let Some(_pack) = self.layout.pack_lock(&id, SNAPSHOT_WAIT)? else {
+            return Err(busy("a snapshot of it is being made"));
+        };
         let Some(_freeze) = self.layout.freeze_lock(&id)? else {
             return Err(busy("it is frozen for a snapshot"));
         };
-        let Some(_pack) = self.layout.pack_lock(&id)? else {
-            return Err(busy("a snapshot of it is being made"));
-        };
         self.destroy(&id, Some(&record), &group)?;
         Ok(sandbox)
+    }
+
+    /// Kills what runs, and does not wait for the end of it.
+    fn kill(&self, record: &Record, group: &Group) {
+        let init = record.init.as_ref();
+        if let Some(pid) = init.and_then(InitProcess::alive)
+            && let Ok(pidfd) = layerpack_sys::ns::pidfd_open(pid)
+            && init.and_then(InitProcess::alive).is_some()
+        {
+            let _ = rustix::process::pidfd_send_signal(&pidfd, Signal::KILL);
+        }
+        group.kill();
     }
 
     /// Kills what runs, then removes control groups, name and files.

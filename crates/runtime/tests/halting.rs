@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use layerpack_fixtures::skip;
-use layerpack_runtime::{HaltedBy, RuntimeError, Sandboxes, SandboxesOptions};
+use layerpack_runtime::{HaltedBy, RuntimeError, SandboxState, Sandboxes, SandboxesOptions};
 use support::{Fixture, missing};
 
 macro_rules! fixture {
@@ -130,16 +130,36 @@ fn privileged_a_sandbox_that_is_packed_stays_and_has_one_packer() {
     let spec = fixture.spec();
     fixture.sandboxes.create(&spec).unwrap();
     let id = spec.id.as_str();
-    let hold = fixture.sandboxes.hold(id).unwrap();
+    let hold = fixture.sandboxes.hold(id, Duration::ZERO).unwrap();
     let other = Fixture::open(fixture.dir.path(), &fixture.parent);
-    let error = other.hold(id).unwrap_err();
+    let error = other.hold(id, Duration::from_millis(20)).unwrap_err();
     assert!(error.to_string().contains("another snapshot"), "{error}");
-    let error = other.remove(id, true).unwrap_err();
-    assert!(error.to_string().contains("snapshot"), "{error}");
+    let error = other.remove(id, false).unwrap_err();
+    assert!(matches!(error, RuntimeError::Running(_)), "{error}");
     assert_eq!(fixture.exec(id, "echo lives").ok(), "lives");
-    drop(hold);
-    drop(other.hold(id).unwrap());
-    fixture.sandboxes.remove(id, true).unwrap();
+
+    // Whoever wants to pack it next waits for its turn.
+    let waiting = std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| other.hold(id, Duration::from_secs(60)));
+        std::thread::sleep(Duration::from_millis(50));
+        drop(hold);
+        waiting.join().unwrap().unwrap()
+    });
+    // Whoever removes it ends its processes at once, so that they cannot ask for more, and deletes
+    // nothing that is still packed.
+    let upper = fixture.sandboxes.get(id).unwrap().upper;
+    std::thread::scope(|scope| {
+        let removing = scope.spawn(|| other.remove(id, true));
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while fixture.sandboxes.get(id).unwrap().state != SandboxState::Dead {
+            assert!(Instant::now() < deadline, "its processes live on");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert!(upper.exists() && !removing.is_finished());
+        drop(waiting);
+        removing.join().unwrap().unwrap();
+    });
+    assert!(!upper.exists());
     fixture.assert_nothing_left();
 }
 

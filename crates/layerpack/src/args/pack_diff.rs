@@ -32,9 +32,10 @@ pub(crate) struct PackDiffArgs {
     /// Take the diffs that the sandbox was made from into the snapshot
     #[arg(long)]
     pub(crate) squash: bool,
-    /// Refresh the indexes of git repositories that the sandbox wrote
+    /// Leave the indexes of git repositories as the sandbox wrote them. They are refreshed
+    /// otherwise, so that `git status` in a restored sandbox reads no contents
     #[arg(long)]
-    pub(crate) git_index: bool,
+    pub(crate) no_git_index: bool,
     /// Keep this extended attribute too, or with `*` at its end all that begin so (repeatable)
     #[arg(long, value_name = "NAME")]
     pub(crate) xattr: Vec<String>,

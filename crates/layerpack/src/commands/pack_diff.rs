@@ -6,7 +6,7 @@
 
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, bail};
 use layerpack_packer::{
@@ -54,6 +54,9 @@ struct Packed {
     report: ScrubReport,
 }
 
+/// How long one snapshot of a sandbox waits for another to end.
+const TURN: Duration = Duration::from_secs(60);
+
 pub(super) fn run(context: &Context, args: PackDiffArgs) -> Outcome {
     require_root("packing a sandbox")?;
     let reference = Reference::new(
@@ -71,7 +74,7 @@ pub(super) fn run(context: &Context, args: PackDiffArgs) -> Outcome {
     let sandboxes = sandboxes(context.root())?;
     let sandbox = sandboxes.get(&args.sandbox)?;
     let id = sandbox.spec.id.as_str();
-    let _hold = sandboxes.hold(id)?;
+    let _hold = sandboxes.hold(id, TURN)?;
 
     let mut options = PackDiffOptions::new(reference, sandbox.upper.clone());
     (options.uid_map, options.gid_map) = id_maps(&sandbox);
@@ -85,7 +88,7 @@ pub(super) fn run(context: &Context, args: PackDiffArgs) -> Outcome {
     options.excludes = args.exclude;
     options.level = args.level;
     options.jobs = args.jobs.map_or(0, usize::from);
-    options.git_index = args.git_index;
+    options.git_index = !args.no_git_index;
     options.dry_run = args.dry_run;
     options.lowers = lowers(&sandbox);
     options.scratch = sandbox.upper.parent().map(Path::to_owned);
@@ -174,16 +177,22 @@ impl Packed {
             list(word, findings);
         }
         for below in report.still_below.iter().take(SHOWN) {
-            let shown = if below.visible {
-                "visible"
+            // What was left out takes nothing away; what was removed is hidden by the snapshot.
+            let remedy = if below.visible {
+                "shows in what is made of the snapshot; to hide it, remove it in the sandbox first"
             } else {
-                "hidden, but there"
+                "hidden, but there; `layerpack snapshot squash --all` makes one layer without it"
             };
             warning(&format!(
-                "{} ({}) is still in {}: {shown}; `layerpack snapshot squash --all` makes one layer without it",
+                "{} ({}) is still in {}: {remedy}",
                 below.path,
                 below.rule,
                 below.layers.join(", "),
+            ));
+        }
+        for rule in &report.idle_git {
+            warning(&format!(
+                "{rule} did nothing: no repository that was changed has its commit"
             ));
         }
         if report.too_large.entries > 0 {

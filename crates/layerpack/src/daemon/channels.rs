@@ -312,7 +312,7 @@ async fn pack(
     for (wanted, flag) in [
         (request.dry_run, "--dry-run"),
         (request.squash, "--squash"),
-        (request.git_index, "--git-index"),
+        (request.no_git_index, "--no-git-index"),
     ] {
         if wanted {
             command.arg(flag);

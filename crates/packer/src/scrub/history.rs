@@ -1,10 +1,11 @@
 //! Git references and reflogs that are newer than a commit.
 //!
-//! What a commit is newer than is told by the time that its committer's clock wrote into it. The
-//! commits are read where git has them, loose or packed, in the upper and in the layers below. A
-//! reference whose commit cannot be read counts as newer.
+//! What a commit is newer than is told by the times that committers' clocks wrote into it and into
+//! what it is made on: an old date on top of newer commits hides none of them. The commits are read
+//! where git has them, loose or packed, in the upper and in the layers below. A reference whose commit
+//! cannot be read counts as newer.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
 use std::io::Read as _;
 use std::os::fd::OwnedFd;
@@ -17,6 +18,8 @@ use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
 const MOST: u64 = 4 << 20;
 /// Longest chain of deltas, and of tags.
 const DEEPEST: u32 = 64;
+/// Commits behind a reference that are looked at.
+const MOST_COMMITS: usize = 2000;
 
 /// What becomes of a file of git.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -65,6 +68,17 @@ pub(super) fn named(path: &[u8]) -> Option<Named<'_>> {
 pub(super) struct History {
     roots: Vec<OwnedFd>,
     times: HashMap<(Vec<u8>, String), Option<i64>>,
+    /// Commits that are not newer than another, nor is anything behind them: the repository, that
+    /// other, the commit.
+    old: HashSet<(Vec<u8>, String, String)>,
+}
+
+/// The commit that others are not to be newer than.
+pub(super) struct Limit<'a> {
+    /// Its name.
+    pub id: &'a str,
+    /// When it was made, in seconds since 1970.
+    pub time: i64,
 }
 
 impl History {
@@ -76,7 +90,45 @@ impl History {
                 .filter_map(|root| rustix::fs::open(root, flags, Mode::empty()).ok())
                 .collect(),
             times: HashMap::new(),
+            old: HashSet::new(),
         }
+    }
+
+    /// Whether a commit, or one that it is made on, was made after `limit`. What lies behind `limit`
+    /// itself is not looked at, nor what a shallow clone does not have.
+    fn is_newer(&mut self, repository: &[u8], id: &str, limit: &Limit<'_>) -> bool {
+        let key = |id: &str| (repository.to_vec(), limit.id.to_owned(), id.to_owned());
+        let mut seen = HashSet::new();
+        let mut next = vec![(id.to_owned(), 0)];
+        while let Some((commit, tags)) = next.pop() {
+            if commit == limit.id || self.old.contains(&key(&commit)) {
+                continue;
+            }
+            if seen.len() >= MOST_COMMITS {
+                break;
+            }
+            let top = seen.is_empty();
+            if !seen.insert(commit.clone()) {
+                continue;
+            }
+            match self.object(repository, &commit, 0) {
+                Some((Kind::Commit, bytes)) => {
+                    if committed(&bytes).is_none_or(|time| time > limit.time) {
+                        return true;
+                    }
+                    next.extend(parents(&bytes).map(|parent| (parent, 0)));
+                }
+                // A tag is as old as what it names.
+                Some((Kind::Tag, bytes)) if tags < DEEPEST => match target(&bytes) {
+                    Some(target) => next.push((target, tags + 1)),
+                    None => return true,
+                },
+                None if !top => {}
+                _ => return true,
+            }
+        }
+        self.old.extend(seen.iter().map(|commit| key(commit)));
+        false
     }
 
     /// When a commit was made, in seconds since 1970.
@@ -95,17 +147,13 @@ impl History {
         match kind {
             Kind::Commit => committed(&bytes),
             // A tag is as old as what it names.
-            Kind::Tag if depth < DEEPEST => {
-                let line = bytes.split(|byte| *byte == b'\n').next()?;
-                let target = std::str::from_utf8(line.strip_prefix(b"object ")?).ok()?;
-                self.read_time(repository, target, depth + 1)
-            }
+            Kind::Tag if depth < DEEPEST => self.read_time(repository, &target(&bytes)?, depth + 1),
             _ => None,
         }
     }
 
     /// What becomes of a file, where commits made after `limit` are not to be named.
-    pub(super) fn fate(&mut self, named: &Named<'_>, bytes: &[u8], limit: i64) -> Fate {
+    pub(super) fn fate(&mut self, named: &Named<'_>, bytes: &[u8], limit: &Limit<'_>) -> Fate {
         let repository = named.directory;
         let mut is_newer = |id: &[u8]| {
             let Ok(id) = std::str::from_utf8(id) else {
@@ -114,7 +162,7 @@ impl History {
             if id.bytes().all(|byte| byte == b'0') {
                 return false; // no commit
             }
-            self.time(repository, id).is_none_or(|time| time > limit)
+            self.is_newer(repository, id, limit)
         };
         let name = named.file.rsplit(|byte| *byte == b'/').next();
         let in_logs = named.file.starts_with(b"logs/")
@@ -297,6 +345,21 @@ fn inflate(from: impl std::io::Read) -> Option<Vec<u8>> {
         .read_to_end(&mut bytes)
         .ok()?;
     Some(bytes)
+}
+
+/// What a tag names.
+fn target(tag: &[u8]) -> Option<String> {
+    let line = tag.split(|byte| *byte == b'\n').next()?;
+    let target = std::str::from_utf8(line.strip_prefix(b"object ")?).ok()?;
+    Some(target.to_owned())
+}
+
+/// What a commit is made on.
+fn parents(commit: &[u8]) -> impl Iterator<Item = String> {
+    let head = commit.split(|byte| *byte == b'\n');
+    head.take_while(|line| !line.is_empty())
+        .filter_map(|line| std::str::from_utf8(line.strip_prefix(b"parent ")?).ok())
+        .map(str::to_owned)
 }
 
 /// The time of a commit's committer.

@@ -12,7 +12,7 @@ mod rules;
 mod secrets;
 mod sets;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -24,8 +24,8 @@ pub use report::{Finding, Findings, ScrubReport, StillBelow, Tally};
 pub use rules::Rules;
 
 use crate::error::PackError;
-use history::{Fate, History};
-use rules::{Action, Facts, Rule, Type};
+use history::{Fate, History, Limit};
+use rules::{Action, Facts, GitRule, Rule, Type};
 
 /// Most paths that are looked up in the layers below.
 const MOST_BELOW: usize = 10_000;
@@ -70,6 +70,8 @@ struct State {
     emptied: Vec<Vec<u8>>,
     /// Paths to look up in the layers below: the rule, and whether the layer hides it.
     below: Vec<(Vec<u8>, String, bool)>,
+    /// Of rules about git's history: whether a repository that was looked at has the commit.
+    git: BTreeMap<String, bool>,
 }
 
 /// By what a directory was taken.
@@ -280,10 +282,16 @@ impl<'a> Scrub<'a> {
             .filter(|r| r.is_about(named.directory))
         {
             // A repository that does not have the commit is another one.
-            let Some(limit) = history.time(named.directory, &rule.newer_than) else {
+            let Some(time) = history.time(named.directory, &rule.newer_than) else {
+                self.state().git_of(rule, false);
                 continue;
             };
-            match history.fate(&named, &bytes, limit) {
+            self.state().git_of(rule, true);
+            let limit = Limit {
+                id: &rule.newer_than,
+                time,
+            };
+            match history.fate(&named, &bytes, &limit) {
                 Fate::Stays => {}
                 Fate::Goes => {
                     let size = whole as u64;
@@ -346,12 +354,21 @@ impl<'a> Scrub<'a> {
         let mut state = std::mem::take(&mut *self.state());
         let asked = std::mem::take(&mut state.below);
         state.report.still_below = below::find(lowers, asked);
+        state.report.idle_git = state
+            .git
+            .into_iter()
+            .filter_map(|(rule, has)| (!has).then_some(rule))
+            .collect();
         state.report.rules = Some(self.rules.digest().to_string());
         state.report
     }
 }
 
 impl State {
+    fn git_of(&mut self, rule: &GitRule, has: bool) {
+        *self.git.entry(rule.name.clone()).or_default() |= has;
+    }
+
     fn ask_below(&mut self, path: &[u8], rule: &str, hidden: bool) {
         if self.below.len() < MOST_BELOW {
             self.below.push((path.to_vec(), rule.to_owned(), hidden));

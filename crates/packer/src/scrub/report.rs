@@ -113,4 +113,7 @@ pub struct ScrubReport {
     pub still_below: Vec<StillBelow>,
     /// Files that were too large for a look at their contents.
     pub too_large: Tally,
+    /// Rules about git's history whose commit no repository has that the sandbox wrote to: they did
+    /// nothing.
+    pub idle_git: Vec<String>,
 }

@@ -333,6 +333,14 @@ fn git_forgets_what_is_newer_than_a_commit() {
             );
             git(&repository, day, &["branch", &format!("b{day}")]);
         }
+        // An old date on top does not make what is below it old.
+        git(
+            &repository,
+            1,
+            &["commit", "-q", "--allow-empty", "-m", "x"],
+        );
+        git(&repository, 1, &["branch", "forged"]);
+        git(&repository, 1, &["reset", "-q", "--hard", "HEAD^"]);
         git(&repository, 5, &["checkout", "-q", "b2"]);
         if in_packs {
             // Its commits are years old: they would be expired with the packing.
@@ -378,5 +386,12 @@ fn git_forgets_what_is_newer_than_a_commit() {
                 .iter()
                 .all(|f| f.rule == "future" && f.pattern.as_deref() == Some("newer-commit"))
         );
+        assert!(report.scrub.idle_git.is_empty());
+        // A rule that can do nothing says so.
+        let unknown = rules.replace(&commits[1], &"ab".repeat(20));
+        let mut options = options(&upper, &unknown);
+        options.dry_run = true;
+        let report = pack_diff(&store, &options, &Silent).unwrap();
+        assert_eq!(report.scrub.idle_git, ["future"]);
     }
 }

@@ -2,6 +2,7 @@
 
 use std::process::ExitCode;
 
+use anyhow::bail;
 use layerpack_packer::{RebaseConflict, RebaseOptions, Strategy, rebase};
 use layerpack_store::{Kind, LayerName, Reference, Version};
 use serde::Serialize;
@@ -15,7 +16,7 @@ use crate::output::{Format, note, print, printable};
 use crate::progress::Reporter;
 use crate::published::Published;
 use crate::signing::Signer;
-use crate::stack::resolve;
+use crate::stack::{StackLayer, resolve};
 
 /// A rebase in `-o json`.
 #[derive(Debug, Serialize)]
@@ -32,8 +33,9 @@ pub(super) fn run(context: &Context, args: SnapshotRebaseArgs) -> Outcome {
     let signer = Signer::new(&args.sign)?;
     let labels = labels(&args.label)?;
     let store = context.store()?;
-    let (snapshot, _) = open(&store, &args.reference)?;
+    let (snapshot, below) = open(&store, &args.reference)?;
     let onto = resolve(&store, &args.onto)?;
+    leaves_nothing_behind(&args.reference, &below, &onto)?;
     let reference = Reference::new(
         Kind::Diff,
         LayerName::new(&args.name)?,
@@ -89,6 +91,33 @@ pub(super) fn run(context: &Context, args: SnapshotRebaseArgs) -> Outcome {
         writeln!(out, "{}", published.line())
     })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// A snapshot of a chain holds only what came last: the diffs that it was made on have to be among the
+/// new layers, or others in their place.
+fn leaves_nothing_behind(
+    snapshot: &str,
+    below: &[StackLayer],
+    onto: &[StackLayer],
+) -> anyhow::Result<()> {
+    let is_diff = |layer: &&StackLayer| layer.manifest.kind == Kind::Diff;
+    if onto.iter().any(|layer| is_diff(&layer)) {
+        return Ok(());
+    }
+    let left: Vec<&str> = below
+        .iter()
+        .filter(is_diff)
+        .map(|layer| layer.name.as_str())
+        .collect();
+    match left.as_slice() {
+        [] => Ok(()),
+        left => bail!(
+            "{snapshot} was made on {}, which --onto does not name: what they changed would be left behind. \
+             Make one snapshot of them with `layerpack snapshot squash {snapshot}` and rebase that, or \
+             rebase them first and name the results in --onto",
+            left.join(", ")
+        ),
+    }
 }
 
 fn line(conflict: &RebaseConflict) -> String {
