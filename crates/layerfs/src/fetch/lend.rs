@@ -10,7 +10,7 @@ impl Blob {
     /// evicted).
     #[must_use]
     pub fn lend(&self) -> Option<OwnedFd> {
-        if self.taps.any() {
+        if self.taps.loud() {
             return None;
         }
         let space = self.fetcher.space();
