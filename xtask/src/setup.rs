@@ -49,6 +49,7 @@ const TOOLS: &[Tool] = &[
     },
     tool("docker-registry", "docker-registry", "a registry in tests"),
     tool("skopeo", "skopeo", "a second client of registries"),
+    tool("fuse3", "fusermount3", "mounts by users without privileges"),
     tool("tar", "tar", "referee of archives"),
     tool("zstd", "zstd", "compressed archives in tests"),
     tool("procps", "ps", "looking for processes left behind"),

@@ -234,6 +234,13 @@ impl Tree {
         NodeId::ROOT
     }
 
+    /// The inode whose [`NodeId::index`] is `index`; `None` if there never was one. It may have
+    /// been removed since.
+    pub fn id_at(&self, index: usize) -> Option<NodeId> {
+        let known = u32::try_from(index).ok()?;
+        (index < self.nodes.len()).then_some(NodeId(known))
+    }
+
     /// Number of inodes that have a name, the root included.
     pub fn len(&self) -> usize {
         self.live

@@ -8,6 +8,7 @@
 //! * [`fetch`]: what brings the rest, verified.
 //! * [`peers`]: other nodes' caches, asked before the store.
 //! * [`implicit`]: directories that a layer has but does not define.
+//! * [`whole`]: a stack as one FUSE filesystem, for where no node may mount.
 
 pub mod cache;
 mod error;
@@ -22,13 +23,14 @@ mod pool;
 mod record;
 mod sync;
 mod trace;
+pub mod whole;
 
 pub use error::{LayerfsError, Result};
 pub use learnt::LEARNT;
 pub use node::{
-    CacheChecked, CacheStatus, CachedLayer, Evicted, LayerHandle, LayerStatus, LearntProfile,
-    LeaseInfo, LeaseSpec, Node, NodeConfig, NodeMetrics, NodeStatus, PrefetchMode, PrefetchSpec,
-    PublishedProfile, Recorded, RecordingBegun, Stack, StoreOpener, Totals,
+    CacheChecked, CacheStatus, CachedLayer, ErofsBacking, Evicted, LayerHandle, LayerStatus,
+    LearntProfile, LeaseInfo, LeaseSpec, Node, NodeConfig, NodeMetrics, NodeStatus, PrefetchMode,
+    PrefetchSpec, PublishedProfile, Recorded, RecordingBegun, Stack, StoreOpener, Totals,
 };
 pub use record::Touch;
 pub use trace::{TraceBatch, TraceEvent, TraceKind};

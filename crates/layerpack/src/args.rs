@@ -4,6 +4,7 @@ mod build;
 mod cache;
 mod channels;
 mod flatten;
+mod fuse;
 mod node;
 mod pack_diff;
 mod prefetch;
@@ -23,6 +24,7 @@ use clap::{ArgAction, Args, Parser, Subcommand};
 pub(crate) use self::build::BuildArgs;
 pub(crate) use self::cache::{CacheArgs, CacheCommand, CacheEvictArgs};
 pub(crate) use self::flatten::FlattenArgs;
+pub(crate) use self::fuse::FuseArgs;
 pub(crate) use self::pack_diff::PackDiffArgs;
 pub(crate) use upkeep::{GcArgs, PruneArgs, RepairArgs};
 
@@ -36,7 +38,7 @@ use crate::output::Format;
 use crate::settings::Limit;
 use crate::units::{Age, Bytes, Cpus};
 pub(crate) use channels::{TagArgs, UntagArgs};
-pub(crate) use prefetch::PrefetchArgs;
+pub(crate) use prefetch::{PrefetchArg, PrefetchArgs};
 pub(crate) use profile::{
     ProfileArgs, ProfileCommand, ProfileMergeArgs, ProfilePublishArgs, ProfileRecordArgs,
     ProfileShowArgs, SeedArgs,
@@ -294,6 +296,8 @@ pub(crate) struct MountArgs {
     /// Writable: changes go to a scratch directory of the node, which `umount` deletes
     #[arg(long)]
     pub(crate) rw: bool,
+    #[command(flatten)]
+    pub(crate) fuse: FuseArgs,
     #[command(flatten)]
     pub(crate) prefetch: PrefetchArgs,
 }

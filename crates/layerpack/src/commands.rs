@@ -16,6 +16,7 @@ mod key;
 mod ls;
 mod merge;
 mod mount;
+mod mount_fuse;
 mod pack_diff;
 mod profile;
 mod prune;
@@ -65,7 +66,11 @@ pub(crate) fn main() -> ExitCode {
 }
 
 fn is_daemon(command: &Command) -> bool {
-    matches!(command, Command::Daemon(d) if matches!(d.command, None | Some(DaemonCommand::Run { .. })))
+    match command {
+        Command::Daemon(d) => matches!(d.command, None | Some(DaemonCommand::Run { .. })),
+        Command::Mount(args) => args.fuse.detached,
+        _ => false,
+    }
 }
 
 fn dispatch(context: &Context, mut command: Command) -> Outcome {
@@ -98,6 +103,7 @@ fn dispatch(context: &Context, mut command: Command) -> Outcome {
         Command::Seed(args) => seed::run(context, &args),
         Command::Tag(args) => channels::tag(context, &args),
         Command::Untag(args) => channels::untag(context, &args),
+        Command::Mount(args) if args.fuse.fuse => mount_fuse::run(context, args),
         Command::Mount(args) => mount::run(context, args),
         Command::Umount(args) => umount::run(context, &args),
         Command::Cache(args) => cache::run(context, args),

@@ -13,6 +13,7 @@ mod prune;
 pub(crate) mod socket;
 
 use std::net::SocketAddr;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -39,18 +40,29 @@ const WORKERS: usize = 32;
 /// # Errors
 /// When the root belongs to a running daemon, or the node cannot be started on this machine.
 pub(crate) fn run(root: &Path, policy: PathBuf, settings: &Settings) -> anyhow::Result<()> {
+    // Before anything else is opened.
+    let passed_on = socket::passed_on(root)?;
+    let ours = passed_on.is_none();
     let mut config = layerpack_layerfs::NodeConfig::recommended(root.to_owned());
     config.fetch.cache_max = settings.cache_max;
     config.fill_bytes_per_second = settings.fill_rate;
+    config.erofs = settings.erofs;
     settings.node.apply(&mut config);
     let node = layerpack_layerfs::Node::start(config)?;
     prune::at_start(&node, root);
     guards::at_start(root);
-    let served = serve(root, Arc::clone(&node), policy, settings.metrics_listen);
+    let served = serve(
+        root,
+        Arc::clone(&node),
+        policy,
+        settings.metrics_listen,
+        passed_on,
+    );
     // Whatever ended the serving, nothing may stay mounted. After a stop by the API this finds
     // nothing to do.
     let stopped = node.stop(true).context("cannot unmount everything");
-    if let Err(error) = fs_err::remove_file(api::socket_path(root)) {
+    // A service manager's socket is for the next daemon, too.
+    if ours && let Err(error) = fs_err::remove_file(api::socket_path(root)) {
         tracing::debug!(%error, "the socket was gone");
     }
     served?;
@@ -64,6 +76,7 @@ fn serve(
     node: Arc<layerpack_layerfs::Node>,
     policy: PathBuf,
     metrics_listen: Option<SocketAddr>,
+    passed_on: Option<UnixListener>,
 ) -> anyhow::Result<()> {
     let info = api::Info {
         api: api::VERSION,
@@ -84,8 +97,11 @@ fn serve(
     let stop = Arc::new(Notify::new());
     let server = Arc::new(Server::new(node, info, Arc::clone(&stop), policy));
     runtime.block_on(async {
-        let listener = OwnerOnly::bind(root)
-            .with_context(|| format!("cannot listen on {}", api::socket_path(root).display()))?;
+        let listener = match passed_on {
+            Some(listener) => OwnerOnly::on(listener),
+            None => OwnerOnly::bind(root),
+        }
+        .with_context(|| format!("cannot listen on {}", api::socket_path(root).display()))?;
         if let Some(address) = metrics_listen {
             metrics::listen(address, Arc::clone(&server)).await?;
         }

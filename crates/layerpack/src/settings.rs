@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use anyhow::{Context as _, bail};
+use layerpack_layerfs::ErofsBacking;
 use serde::Deserialize;
 
 use crate::args::NodeArgs;
@@ -83,6 +84,8 @@ pub(crate) struct Settings {
     pub(crate) fill_rate: Option<u64>,
     /// Where metrics are served besides the socket.
     pub(crate) metrics_listen: Option<SocketAddr>,
+    /// How layers are mounted.
+    pub(crate) erofs: ErofsBacking,
     /// Of the node itself.
     pub(crate) node: NodeSettings,
 }
@@ -100,6 +103,7 @@ struct DaemonTable {
     cache_max: Option<String>,
     fill_rate: Option<String>,
     metrics_listen: Option<String>,
+    erofs: Option<String>,
     #[serde(flatten)]
     node: NodeTable,
 }
@@ -176,7 +180,15 @@ impl Settings {
             "metrics_listen in the configuration file",
             daemon.metrics_listen,
         )?;
+        let erofs = pick(
+            None,
+            "LAYERPACK_EROFS",
+            variable("LAYERPACK_EROFS"),
+            "erofs in the configuration file",
+            daemon.erofs,
+        )?;
         Ok(Self {
+            erofs: erofs.unwrap_or_default(),
             node: NodeSettings::from_parts(&given.node, &variable, daemon.node)?,
             fill_rate: fill_rate.unwrap_or(FILL_RATE).0,
             metrics_listen: metrics_listen.map(|address| address.0),
@@ -230,6 +242,7 @@ mod tests {
             "[daemon]\ncache_mx = \"1g\"",
             "cache_max = 1",
             "[daemon]\ncache_max = \"x\"",
+            "[daemon]\nerofs = \"floppy\"",
         ] {
             fs_err::write(&file, wrong).unwrap();
             assert!(load(None, None, &file).is_err(), "{wrong}");

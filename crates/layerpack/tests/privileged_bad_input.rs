@@ -406,7 +406,57 @@ fn privileged_doctor_is_content_here() {
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     let findings = report["findings"].as_array().unwrap();
     assert!(findings.len() >= 4, "{report}");
-    assert!(node.run(["doctor"]).stdout.len() > 100);
+    let of = |name: &str| {
+        let found = findings.iter().find(|f| f["name"] == name);
+        found.unwrap_or_else(|| panic!("{name} is not in {report}"))
+    };
+    for name in [
+        "EROFS from files",
+        "EROFS from loop devices",
+        "FUSE resend",
+        "FUSE passthrough",
+        "FUSE over io_uring",
+        "overlay lowerdir+",
+        "overlay volatile",
+        "overlay redirect_dir=nofollow",
+        "overlay userxattr",
+        "control groups version 2",
+        "Landlock",
+        "BPF LSM",
+        "AppArmor",
+        "KVM",
+        "fusermount3",
+    ] {
+        let finding = of(name);
+        assert!(!finding["detail"].as_str().unwrap().is_empty(), "{finding}");
+        // What is not there says what is used instead, or what to do.
+        let instead = finding["fallback"].as_str().unwrap_or_default();
+        let remedy = finding["remedy"].as_str().unwrap();
+        assert_eq!(
+            remedy.is_empty(),
+            finding["ok"] == true && instead.is_empty(),
+            "{finding}"
+        );
+    }
+    // What the kernel says of itself agrees with what is known of it.
+    let since = |major, minor| layerpack_sys::probe::kernel_version() >= (major, minor);
+    if since(6, 9) {
+        assert!(of("FUSE resend")["fallback"].is_null(), "{report}");
+    }
+    if !since(6, 5) {
+        assert_eq!(of("overlay lowerdir+")["ok"], false, "{report}");
+    }
+    let kvm = std::path::Path::new("/dev/kvm").exists();
+    assert!(kvm || !of("KVM")["fallback"].is_null(), "{report}");
+    let text = String::from_utf8(node.run(["doctor"]).stdout).unwrap();
+    assert!(text.contains("FUSE passthrough"), "{text}");
+    assert!(
+        !layerpack_sys::loopdev::attached()
+            .unwrap()
+            .iter()
+            .any(|(file, _)| file.starts_with(node.scratch.path())),
+        "no loop device stays"
+    );
     assert_eq!(mounts(&node), Vec::<PathBuf>::new());
 }
 

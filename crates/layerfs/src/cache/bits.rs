@@ -47,6 +47,10 @@ impl BootId {
         Ok(Self(bytes))
     }
 
+    pub(super) const fn bytes(self) -> [u8; 16] {
+        self.0
+    }
+
     /// An identity of the caller's making, for tests of what a restart does.
     #[must_use]
     pub const fn from_bytes(bytes: [u8; 16]) -> Self {

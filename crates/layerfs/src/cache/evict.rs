@@ -69,6 +69,7 @@ impl BlobCache {
         _run: &Exclusive<'_>,
         indices: impl IntoIterator<Item = u64>,
     ) -> Result<Vec<u64>> {
+        self.forget_whole()?;
         let mut gone = Vec::new();
         let mut changed: Vec<usize> = Vec::new();
         for index in indices {

@@ -26,6 +26,7 @@
 mod bits;
 mod evict;
 mod hold;
+mod whole;
 
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -46,6 +47,9 @@ pub(crate) const DATA: &str = "data";
 const PRESENT: &str = "present";
 const SYNCED: &str = "present.synced";
 const BITS: usize = 64;
+/// Bytes that may go through the page cache of the data file before its pages are dropped: whoever
+/// reads them keeps a copy of its own.
+const KEEP_PAGES: u64 = 16 << 20;
 
 /// The cached bytes of one layer. Safe to use from many threads; only one instance may exist
 /// for a directory (the node's lock sees to that).
@@ -68,6 +72,14 @@ pub struct BlobCache {
     synced: Mutex<Vec<u64>>,
     dirty: AtomicBool,
     written: AtomicU64,
+    /// Bytes read and written since the file's pages were last dropped.
+    passed: AtomicU64,
+    /// The file `whole` may be there.
+    whole: AtomicBool,
+    /// Nothing may be punched out of the data file: the kernel may be reading it.
+    frozen: AtomicBool,
+    /// It was an earlier process that had it frozen.
+    inherited: bool,
 }
 
 impl BlobCache {
@@ -138,7 +150,8 @@ impl BlobCache {
                 Live::Gone
             }
         };
-        Ok(Self {
+        let lent = whole::was_lent(dir, boot)?;
+        let cache = Self {
             dir: dir.to_path_buf(),
             data,
             size,
@@ -151,7 +164,13 @@ impl BlobCache {
             synced: Mutex::new(synced),
             dirty: AtomicBool::new(dirty),
             written: AtomicU64::new(0),
-        })
+            passed: AtomicU64::new(0),
+            whole: AtomicBool::new(false),
+            frozen: AtomicBool::new(lent),
+            inherited: lent,
+        };
+        cache.recall_whole();
+        Ok(cache)
     }
 
     /// Size of the blob in bytes.
@@ -243,6 +262,7 @@ impl BlobCache {
         self.data.file().write_all_at(bytes, offset)?;
         self.written
             .fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        self.pass(bytes.len() as u64);
         Ok(())
     }
 
@@ -279,7 +299,32 @@ impl BlobCache {
     /// # Errors
     /// What the read gives; a file shorter than the blob is an error, never zeros.
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
-        self.data.file().read_exact_at(buf, offset)
+        self.data.file().read_exact_at(buf, offset)?;
+        self.pass(buf.len() as u64);
+        Ok(())
+    }
+
+    /// Counts bytes that went through the page cache.
+    fn pass(&self, bytes: u64) {
+        if self.passed.fetch_add(bytes, Ordering::Relaxed) + bytes >= KEEP_PAGES {
+            self.drop_pages();
+        }
+    }
+
+    /// Has the kernel let go of the data file's pages: those who read through us cache what they
+    /// read themselves. What is not written to disk yet stays until it is.
+    pub fn drop_pages(&self) {
+        if self.passed.swap(0, Ordering::Relaxed) > 0 {
+            self.advise_away();
+        }
+    }
+
+    fn advise_away(&self) {
+        let advice = rustix::fs::Advice::DontNeed;
+        if let Err(e) = rustix::fs::fadvise(self.data.file(), 0, None, advice) {
+            // Only more memory.
+            tracing::debug!(dir = %self.dir.display(), error = %e, "pages cannot be dropped");
+        }
     }
 
     /// Makes everything present survive a crash of the machine, if anything changed since the
@@ -309,11 +354,17 @@ impl BlobCache {
         }
         stored?;
         *synced = bits;
+        drop(synced);
+        // All of it is on disk now, so all of it can go.
+        self.advise_away();
         Ok(())
     }
 
     /// The kernel lost written data: believe only what was synced before.
     fn take_back(&self, synced: &[u64]) {
+        if let Err(e) = self.forget_whole() {
+            tracing::warn!(error = %e, "the cache's record of being whole stays");
+        }
         let mut live = self.live.lock();
         for words in [&self.words, &self.suspects] {
             for (word, keep) in words.iter().zip(synced) {

@@ -152,7 +152,7 @@ impl Blob {
             .extents()
             .iter()
             .zip(0_u64..)
-            .filter(|(_, index)| blob.cache.suspect(*index))
+            .filter(|(_, index)| blob.cache.suspect(*index) || blob.cache.has(*index))
             .map(|(extent, _)| u64::from(extent.len))
             .sum();
         blob.counters.cached.store(cached, Ordering::Relaxed);

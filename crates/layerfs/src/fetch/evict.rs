@@ -108,10 +108,11 @@ pub struct Checked {
 }
 
 impl Blob {
-    /// Whether eviction leaves the blob alone.
+    /// Whether eviction leaves the blob alone: it was told to, or the kernel reads the cache file by
+    /// itself.
     #[must_use]
     pub fn pinned(&self) -> bool {
-        self.heat.pinned.load(Ordering::Relaxed)
+        self.heat.pinned.load(Ordering::Relaxed) || self.cache.is_frozen()
     }
 
     /// Has eviction leave the blob alone, or not.
@@ -196,6 +197,10 @@ impl Blob {
             let Some(alone) = self.cache.try_alone(*run) else {
                 continue;
             };
+            // Looked at with the run to oneself, as `BlobCache::lend` wants it.
+            if self.cache.is_frozen() {
+                continue;
+            }
             match self.cache.withdraw(&alone, self.run_extents(*run)) {
                 Ok(extents) => withdrawn.push(Withdrawn { run: *run, extents }),
                 Err(e) => {
@@ -242,6 +247,9 @@ impl Blob {
         let Some(alone) = self.cache.try_alone(run) else {
             return Ok(false);
         };
+        if self.cache.is_frozen() {
+            return Ok(false);
+        }
         let mut hole: Option<Range<u64>> = None;
         for index in extents {
             if self.cache.has(*index) || self.cache.suspect(*index) {
@@ -350,6 +358,11 @@ impl Blob {
     }
 
     fn drop_wrong(&self, run: u64, wrong: &[u64], checked: &mut Checked) -> Result<()> {
+        if self.cache.is_frozen() {
+            // The kernel goes on reading them whatever the bits say.
+            checked.stuck += wrong.len() as u64;
+            return Ok(());
+        }
         // Readers of the run hold it for as long as they take.
         for _ in 0..100 {
             let Some(alone) = self.cache.try_alone(run) else {

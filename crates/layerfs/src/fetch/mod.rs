@@ -24,6 +24,7 @@ mod budget;
 mod evict;
 mod flight;
 mod give;
+mod lend;
 mod meter;
 mod space;
 mod stream;

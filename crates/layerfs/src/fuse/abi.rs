@@ -68,6 +68,7 @@ pub(crate) mod init {
     pub(crate) const MAX_PAGES: u64 = 1 << 22;
     pub(crate) const EXPLICIT_INVAL_DATA: u64 = 1 << 25;
     pub(crate) const INIT_EXT: u64 = 1 << 30;
+    pub(crate) const PASSTHROUGH: u64 = 1 << 37;
     pub(crate) const HAS_RESEND: u64 = 1 << 39;
 }
 
@@ -75,12 +76,26 @@ pub(crate) mod init {
 pub(crate) const FOPEN_DIRECT_IO: u32 = 1 << 0;
 /// `FOPEN_KEEP_CACHE`: pages cached by an earlier open stay valid.
 pub(crate) const FOPEN_KEEP_CACHE: u32 = 1 << 1;
+/// `FOPEN_PASSTHROUGH`: the kernel reads a file that it was given (Linux 6.9).
+pub(crate) const FOPEN_PASSTHROUGH: u32 = 1 << 7;
 /// `FOPEN_NOFLUSH`: close(2) sends no FLUSH.
 pub(crate) const FOPEN_NOFLUSH: u32 = 1 << 5;
 
+/// `FUSE_NOTIFY_INVAL_INODE`: has the kernel drop cached pages of a node.
+pub(crate) const NOTIFY_INVAL_INODE: i32 = 2;
 /// `FUSE_NOTIFY_RESEND`: asks the kernel to send every request again that was read by a
 /// server which is gone (Linux 6.9).
 pub(crate) const NOTIFY_RESEND: i32 = 7;
+
+/// Which pages to drop: `len` bytes from `offset`, all that follow if it is 0.
+#[repr(C)]
+#[derive(IntoBytes, Immutable, KnownLayout, Clone, Copy, Debug)]
+pub(crate) struct InvalInodeOut {
+    pub(crate) ino: u64,
+    pub(crate) offset: i64,
+    pub(crate) len: i64,
+}
+const _: () = assert!(size_of::<InvalInodeOut>() == 24);
 
 #[repr(C)]
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Clone, Copy, Debug)]
@@ -131,7 +146,8 @@ pub(crate) struct InitOut {
     pub(crate) max_pages: u16,
     pub(crate) map_alignment: u16,
     pub(crate) flags2: u32,
-    pub(crate) unused: [u32; 7],
+    pub(crate) max_stack_depth: u32,
+    pub(crate) unused: [u32; 6],
 }
 const _: () = assert!(size_of::<InitOut>() == 64);
 
@@ -193,7 +209,7 @@ const _: () = assert!(size_of::<OpenIn>() == 8);
 pub(crate) struct OpenOut {
     pub(crate) fh: u64,
     pub(crate) open_flags: u32,
-    pub(crate) padding: u32,
+    pub(crate) backing_id: u32,
 }
 const _: () = assert!(size_of::<OpenOut>() == 16);
 

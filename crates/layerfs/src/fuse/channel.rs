@@ -5,7 +5,7 @@
 
 use std::fs::File;
 use std::io::{IoSlice, Read, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use rustix::io::Errno;
@@ -16,6 +16,9 @@ use super::abi::{self, OutHeader};
 /// Length of a message without a body.
 const OUT_HEADER_LEN: u32 = 16;
 const _: () = assert!(size_of::<OutHeader>() == OUT_HEADER_LEN as usize);
+/// Length of the body of [`Channel::drop_pages`].
+const INVAL_LEN: u32 = 24;
+const _: () = assert!(size_of::<abi::InvalInodeOut>() == INVAL_LEN as usize);
 
 /// One descriptor of a mounted connection.
 #[derive(Debug)]
@@ -37,6 +40,10 @@ impl Channel {
         Self {
             file: File::from(fd),
         }
+    }
+
+    pub(crate) fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
     }
 
     /// Reads one request into `buf` and returns its length.
@@ -90,6 +97,29 @@ impl Channel {
         }
     }
 
+    /// Has the kernel drop the cached pages of a node. This waits for reads of it that are under
+    /// way, so it must not be called by who answers them.
+    pub(crate) fn drop_pages(&self, node: u64) {
+        let body = abi::InvalInodeOut {
+            ino: node,
+            offset: 0,
+            len: 0,
+        };
+        let header = OutHeader {
+            len: OUT_HEADER_LEN + INVAL_LEN,
+            error: abi::NOTIFY_INVAL_INODE,
+            unique: 0,
+        };
+        let parts = [
+            IoSlice::new(header.as_bytes()),
+            IoSlice::new(body.as_bytes()),
+        ];
+        if let Err(e) = (&self.file).write_vectored(&parts) {
+            // ENOENT: the kernel does not know the node (any more).
+            tracing::debug!(node, error = %e, "pages of a blob were not dropped");
+        }
+    }
+
     /// Asks the kernel to send requests again that another process read and never answered.
     /// Kernels before 6.9 refuse; the error says so.
     pub(crate) fn request_resend(&self) -> std::io::Result<()> {
@@ -117,6 +147,11 @@ impl Reply {
             unique,
             answered: false,
         }
+    }
+
+    /// Where the answer goes.
+    pub(crate) fn channel(&self) -> &Arc<Channel> {
+        &self.channel
     }
 
     /// Success with these bytes.

@@ -9,7 +9,7 @@ use super::abi::{
     self, Attr, AttrOut, Dirent, EntryOut, GetxattrIn, GetxattrOut, InHeader, OpenIn, OpenOut,
     ROOT_ID, ReadIn, StatfsOut, op,
 };
-use super::channel::{Reply, ReplyBuf};
+use super::channel::{Channel, Reply, ReplyBuf};
 use super::session::Shared;
 use super::{BlobAttr, BlobSource, OpenMode};
 
@@ -44,8 +44,10 @@ pub(crate) fn handle(
             ),
             Err(e) => reply.error(e),
         },
-        op::OPEN => open(source.as_ref(), node, body, reply),
+        op::OPEN => open(shared, source.as_ref(), node, body, reply),
         op::RELEASE => {
+            // Before the source may let go of the blob.
+            shared.opens.end(reply.channel(), source.as_ref(), node);
             source.release(node);
             reply.data(&[]);
         }
@@ -141,7 +143,7 @@ fn lookup(source: &dyn BlobSource, node: u64, body: &[u8], reply: Reply) {
     }
 }
 
-fn open(source: &dyn BlobSource, node: u64, body: &[u8], reply: Reply) {
+fn open(shared: &Shared, source: &dyn BlobSource, node: u64, body: &[u8], reply: Reply) {
     let Ok((asked, _)) = OpenIn::read_from_prefix(body) else {
         return reply.error(Errno::PROTO);
     };
@@ -153,14 +155,19 @@ fn open(source: &dyn BlobSource, node: u64, body: &[u8], reply: Reply) {
     }
     match source.open(node) {
         Ok(mode) => {
-            let how = match mode {
-                OpenMode::Cached => abi::FOPEN_KEEP_CACHE,
-                OpenMode::Fresh => 0,
-                OpenMode::Direct => abi::FOPEN_DIRECT_IO,
+            let agreed = shared.negotiated.get();
+            let may_lend = mode == OpenMode::Cached && agreed.is_some_and(|n| n.can_pass_through());
+            let backing = shared.opens.begin(reply.channel(), source, node, may_lend);
+            let how = match (backing, mode) {
+                (Some(_), _) => abi::FOPEN_PASSTHROUGH,
+                (None, OpenMode::Cached) => abi::FOPEN_KEEP_CACHE,
+                (None, OpenMode::Fresh) => 0,
+                (None, OpenMode::Direct) => abi::FOPEN_DIRECT_IO,
             };
             reply.data(
                 OpenOut {
                     open_flags: how | abi::FOPEN_NOFLUSH,
+                    backing_id: backing.unwrap_or(0),
                     ..OpenOut::default()
                 }
                 .as_bytes(),
@@ -190,21 +197,46 @@ fn read(
     };
     answer.clear();
     match source.try_read(node, asked.offset, len, answer) {
-        Some(Ok(())) => return reply.data(answer.as_slice()),
+        Some(Ok(())) => {
+            let channel = Arc::clone(reply.channel());
+            reply.data(answer.as_slice());
+            return passed(shared, &channel, source.as_ref(), node, answer);
+        }
         Some(Err(e)) => return reply.error(e),
         None => {}
     }
-    let waiting = Arc::clone(source);
+    let (waiting, sharing) = (Arc::clone(source), Arc::clone(shared));
     let offset = asked.offset;
     let job = Box::new(move || {
         let mut buf = ReplyBuf::new();
         match waiting.read(node, offset, len, &mut buf) {
-            Ok(()) => reply.data(buf.as_slice()),
+            Ok(()) => {
+                let channel = Arc::clone(reply.channel());
+                reply.data(buf.as_slice());
+                passed(&sharing, &channel, waiting.as_ref(), node, &buf);
+            }
             Err(e) => reply.error(e),
         }
     });
     if let Err(job) = shared.pool.submit(job) {
         job();
+    }
+}
+
+/// Drops a blob's pages when enough of them are there: its reader has its own by now.
+fn passed(
+    shared: &Shared,
+    channel: &Arc<Channel>,
+    source: &dyn BlobSource,
+    node: u64,
+    answer: &ReplyBuf,
+) {
+    if source.pages_due(node, answer.as_slice().len() as u64) {
+        let channel = Arc::clone(channel);
+        // If there is no room, it is done the next time.
+        let _ = shared
+            .drops
+            .submit(Box::new(move || channel.drop_pages(node)));
     }
 }
 

@@ -19,6 +19,7 @@
 mod abi;
 mod channel;
 mod dispatch;
+mod passthrough;
 
 mod session;
 
@@ -70,6 +71,22 @@ pub trait BlobSource: Send + Sync + 'static {
 
     /// An open ended (once for each successful [`BlobSource::open`]).
     fn release(&self, ino: u64);
+
+    /// A file that holds the blob's bytes, all of them, for the kernel to read by itself; `None`
+    /// if there is none. What it gives stays readable until [`BlobSource::give_back`], and
+    /// should this process die, until nobody has the blob open.
+    fn lend(&self, _ino: u64) -> Option<std::os::fd::OwnedFd> {
+        None
+    }
+
+    /// The kernel no longer reads what [`BlobSource::lend`] gave.
+    fn give_back(&self, _ino: u64) {}
+
+    /// Bytes of a blob went to the kernel, which keeps them. Returns whether it is to drop the
+    /// pages that it has of the blob now.
+    fn pages_due(&self, _ino: u64, _bytes: u64) -> bool {
+        false
+    }
 
     /// Fills `buf` with `len` bytes from `offset` if that needs no waiting for a store;
     /// `None` says that it does. Short only at the end of the blob.

@@ -13,6 +13,7 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::abi::{self, InHeader, InitIn, InitOut, init};
 use super::channel::{Channel, Ended, Reply, ReplyBuf};
 
+use super::passthrough::Opens;
 use super::{BlobSource, dispatch};
 use crate::pool::Pool;
 use crate::sync::{AtomicU64, Condvar, Mutex, Ordering};
@@ -26,6 +27,8 @@ pub struct SessionConfig {
     pub max_background: u16,
     /// Threads that wait for the store, at most; they exist only while there is work.
     pub wait_threads: usize,
+    /// Have the kernel read by itself what is here as a whole, where it can (Linux 6.9).
+    pub passthrough: bool,
     /// Reads that may be queued for those threads before channels stop taking in requests.
     pub wait_queue: usize,
 }
@@ -36,6 +39,7 @@ impl SessionConfig {
         max_read: 1 << 20,
         max_background: 128,
         wait_threads: 64,
+        passthrough: true,
         wait_queue: 128,
     };
 
@@ -55,6 +59,12 @@ pub struct Negotiated {
 }
 
 impl Negotiated {
+    /// Whether the kernel can read files by itself.
+    #[must_use]
+    pub fn can_pass_through(&self) -> bool {
+        self.flags & init::PASSTHROUGH != 0
+    }
+
     /// Whether requests in flight survive the death of the serving process.
     #[must_use]
     pub fn can_resend(&self) -> bool {
@@ -66,8 +76,11 @@ impl Negotiated {
 pub(crate) struct Shared {
     pub(crate) config: SessionConfig,
     pub(crate) pool: Pool,
+    /// The thread that has the kernel drop pages: one that answers reads must not.
+    pub(crate) drops: Pool,
     pub(crate) negotiated: OnceLock<Negotiated>,
     pub(crate) requests: AtomicU64,
+    pub(crate) opens: Opens,
     running: Mutex<usize>,
     ended: Condvar,
 }
@@ -78,6 +91,8 @@ pub(crate) struct Shared {
 pub struct Session {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
+    /// One of the channels, to tell the kernel something.
+    channel: Option<Arc<Channel>>,
 }
 
 impl Session {
@@ -125,8 +140,10 @@ impl Session {
         let shared = Arc::new(Shared {
             config,
             pool: Pool::new("fuse-wait", config.wait_threads, config.wait_queue),
+            drops: Pool::new("fuse-drop", 1, 64),
             negotiated: OnceLock::new(),
             requests: AtomicU64::new(0),
+            opens: Opens::default(),
             running: Mutex::new(0),
             ended: Condvar::new(),
         });
@@ -153,10 +170,14 @@ impl Session {
                 })?;
             threads.push(thread);
         }
-        if let (true, Some(channel)) = (resumed, first) {
+        if let (true, Some(channel)) = (resumed, &first) {
             channel.request_resend()?;
         }
-        Ok(Self { shared, threads })
+        Ok(Self {
+            shared,
+            threads,
+            channel: first,
+        })
     }
 
     /// What INIT agreed on; `None` until the kernel has asked.
@@ -169,6 +190,16 @@ impl Session {
     #[must_use]
     pub fn requests(&self) -> u64 {
         self.shared.requests.load(Ordering::Relaxed)
+    }
+
+    /// Has the kernel drop the pages of a blob's file, soon.
+    pub fn drop_pages(&self, ino: u64) {
+        if let Some(channel) = self.channel.clone() {
+            let _ = self
+                .shared
+                .drops
+                .submit(Box::new(move || channel.drop_pages(ino)));
+        }
     }
 
     /// Whether any channel is still served.
@@ -194,6 +225,9 @@ impl Session {
         for thread in self.threads {
             let _ = thread.join();
         }
+        self.shared
+            .drops
+            .close(end.saturating_duration_since(Instant::now()));
         self.shared
             .pool
             .close(end.saturating_duration_since(Instant::now()))
@@ -274,7 +308,13 @@ fn initialise(shared: &Shared, body: &[u8], reply: Reply) {
     {
         offered |= u64::from(flags2) << 32;
     }
-    let wanted = init::ASYNC_READ
+    let passthrough = if shared.config.passthrough {
+        init::PASSTHROUGH
+    } else {
+        0
+    };
+    let wanted = passthrough
+        | init::ASYNC_READ
         | init::DO_READDIRPLUS
         | init::READDIRPLUS_AUTO
         | init::ASYNC_DIO
@@ -305,7 +345,10 @@ fn initialise(shared: &Shared, body: &[u8], reply: Reply) {
         max_pages: shared.config.pages(),
         map_alignment: 0,
         flags2: u32::try_from(flags >> 32).unwrap_or(0),
-        unused: [0; 7],
+        // Files of a filesystem that lies on no other. EROFS takes data from a filesystem of
+        // this depth, though not its metadata.
+        max_stack_depth: u32::from(flags & init::PASSTHROUGH != 0),
+        unused: [0; 6],
     };
     let _ = shared.negotiated.set(negotiated);
     reply.data(out.as_bytes());

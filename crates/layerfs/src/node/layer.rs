@@ -309,17 +309,7 @@ impl Node {
         fs_err::create_dir_all(mountpoint).at("create", mountpoint)?;
         let device = data.map(|layer| self.blobs_dir().join(layer.hex()));
         let devices: Vec<&Path> = device.iter().map(PathBuf::as_path).collect();
-        let fd = mount::erofs(meta, &devices, &mount::ErofsOptions::default()).map_err(|e| {
-            if e.errno == rustix::io::Errno::NOTBLK {
-                LayerfsError::Unsupported {
-                    feature: "mounting EROFS from a file",
-                    reason: e.to_string(),
-                    remedy: "a kernel from 6.12 on has it",
-                }
-            } else {
-                LayerfsError::Sys(e)
-            }
-        })?;
+        let fd = self.backing.mount(meta, &devices)?;
         mount::attach(std::os::fd::AsFd::as_fd(&fd), mountpoint)?;
         // An open descriptor of the mount would keep it busy.
         drop(fd);

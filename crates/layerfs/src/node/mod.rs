@@ -20,6 +20,7 @@
 //! `leases`, the registry. Who makes room in the cache only tries for a slot. The registry's lock is never held across a system call: the kernel
 //! asks the FUSE threads for the blob while it mounts a layer.
 
+mod backing;
 mod caches;
 mod layer;
 mod learn;
@@ -65,6 +66,7 @@ use prefetch::Prefetches;
 use registry::Registry;
 use store_lease::StoreLeases;
 
+pub use backing::ErofsBacking;
 pub use caches::{CacheChecked, CacheStatus, CachedLayer, Evicted};
 pub use learn::{LearntProfile, PublishedProfile};
 pub use prefetch::{PrefetchMode, PrefetchSpec};
@@ -85,6 +87,7 @@ const BUSY_LIMIT: Duration = Duration::from_secs(3);
 pub struct Node {
     root: PathBuf,
     config: NodeConfig,
+    backing: backing::Backing,
     boot: BootId,
     boot_text: String,
     /// Locked for as long as the node lives.
@@ -159,6 +162,7 @@ impl Node {
         let records = Record::load_all(&root.join("leases"), &mut problems);
         let node = Arc::new(Self {
             root,
+            backing: backing::Backing::new(config.erofs),
             config,
             boot,
             boot_text,
@@ -301,6 +305,25 @@ impl Node {
             self.update_store_leases();
         }
         self.checkpoint();
+        self.drop_pages();
+    }
+
+    /// Has the kernel let go of what it caches of blob files and cache files: the filesystem above
+    /// has its own copy of what is in use.
+    fn drop_pages(&self) {
+        let session = self.session.lock();
+        for entry in self.registry.entries() {
+            if entry.blob.cache().is_frozen() {
+                entry.blob.cache().drop_all_pages();
+            } else {
+                entry.blob.cache().drop_pages();
+            }
+            if let Some(session) = session.as_ref()
+                && entry.take_passed()
+            {
+                session.drop_pages(entry.ino);
+            }
+        }
     }
 
     /// Makes what the caches hold survive a crash of the machine.
@@ -308,6 +331,9 @@ impl Node {
         for entry in self.registry.entries() {
             if let Err(e) = entry.blob.cache().checkpoint() {
                 self.problem(format!("cache of layer {}: {e}", entry.blob.layer()));
+            }
+            if let Err(e) = entry.blob.cache().remember_whole() {
+                tracing::debug!(layer = %entry.blob.layer(), error = %e, "not remembered as whole");
             }
         }
     }
@@ -395,12 +421,20 @@ impl Node {
             std::thread::sleep(Duration::from_millis(5));
         }
         let session = self.session.lock().take();
-        if let Some(session) = session
-            && !session.wait(END_LIMIT)
-        {
+        let Some(session) = session else {
+            return Ok(());
+        };
+        if !session.wait(END_LIMIT) {
             // Without force, a copy of a mount in some sandbox keeps the filesystem alive. It
             // goes on being served until this process ends.
             tracing::warn!("a mount of layer data is still in use elsewhere");
+        } else if !force {
+            // The filesystem is gone, and with it all open files; who aborts it cannot say that.
+            for entry in self.registry.entries() {
+                if entry.blob.cache().is_frozen() {
+                    entry.blob.give_back();
+                }
+            }
         }
         Ok(())
     }

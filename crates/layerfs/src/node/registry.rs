@@ -17,17 +17,29 @@ use crate::fuse::{BlobAttr, BlobSource, OpenMode, ReplyBuf};
 use crate::record::Recordings;
 use crate::sync::{AtomicBool, AtomicU64, Ordering, RwLock};
 
+/// Bytes that may go into the pages of a blob's file before they are dropped: the filesystem above
+/// keeps its own. More costs memory, less has the kernel drop what it read ahead and was not asked
+/// for yet.
+const KEEP_PAGES: u64 = 16 << 20;
+
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) ino: u64,
     pub(super) blob: Arc<Blob>,
     opens: AtomicU64,
     retired: AtomicBool,
+    /// Bytes that went into the pages of its file since they were last dropped.
+    passed: AtomicU64,
 }
 
 impl Entry {
     pub(super) fn opens(&self) -> u64 {
         self.opens.load(Ordering::Acquire)
+    }
+
+    /// Whether pages of its file may be there that were not dropped; they count as dropped now.
+    pub(super) fn take_passed(&self) -> bool {
+        self.passed.swap(0, Ordering::Relaxed) > 0
     }
 
     fn attr(&self) -> BlobAttr {
@@ -95,6 +107,7 @@ impl Registry {
             blob,
             opens: AtomicU64::new(0),
             retired: AtomicBool::new(false),
+            passed: AtomicU64::new(0),
         });
         tables.by_ino.insert(ino, Arc::clone(&entry));
         tables.by_name.insert(layer.hex().into_bytes(), ino);
@@ -188,6 +201,26 @@ impl BlobSource for Registry {
                 .opens
                 .fetch_update(Ordering::AcqRel, Ordering::Acquire, |n| n.checked_sub(1));
         }
+    }
+
+    fn lend(&self, ino: u64) -> Option<std::os::fd::OwnedFd> {
+        self.entry(ino)?.blob.lend()
+    }
+
+    fn give_back(&self, ino: u64) {
+        if let Some(entry) = self.entry(ino) {
+            entry.blob.give_back();
+        }
+    }
+
+    fn pages_due(&self, ino: u64, bytes: u64) -> bool {
+        if self.mode == OpenMode::Direct {
+            return false;
+        }
+        self.entry(ino).is_some_and(|entry| {
+            let passed = entry.passed.fetch_add(bytes, Ordering::Relaxed) + bytes;
+            passed >= KEEP_PAGES && entry.take_passed()
+        })
     }
 
     fn try_read(

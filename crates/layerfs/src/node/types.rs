@@ -7,6 +7,7 @@ use std::time::Duration;
 use layerpack_store::{Digest, LayerId, LayerStore, StoreError};
 use serde::{Deserialize, Serialize};
 
+use super::backing::ErofsBacking;
 use crate::fetch::FetchConfig;
 use crate::fuse::{OpenMode, SessionConfig};
 use crate::peers::{PeerInfo, PeersConfig};
@@ -29,6 +30,8 @@ pub struct NodeConfig {
     pub fetch: FetchConfig,
     /// How the kernel reads data files: through their own page cache or past it.
     pub open_mode: OpenMode,
+    /// How layers are mounted.
+    pub erofs: ErofsBacking,
     /// Readahead of the mounts, in KiB.
     pub read_ahead_kb: u32,
     /// Layers without a lease that stay mounted, so that their next user finds them warm.
@@ -67,6 +70,7 @@ impl NodeConfig {
             session: SessionConfig::RECOMMENDED,
             fetch: FetchConfig::RECOMMENDED,
             open_mode: OpenMode::Cached,
+            erofs: ErofsBacking::Auto,
             read_ahead_kb: 1024,
             idle_layers: 64,
             fill_bytes_per_second: Some(64 << 20),

@@ -1,5 +1,6 @@
 //! `layerpack doctor`: what this node can do, tried rather than guessed, and what to change.
 
+mod features;
 mod trial;
 
 use std::process::ExitCode;
@@ -9,7 +10,7 @@ use serde::Serialize;
 
 use super::Outcome;
 use crate::client::{Client, ClientError};
-use crate::context::{Context, prepare_root, require_root};
+use crate::context::{Context, prepare_root};
 use crate::failure::one_line;
 use crate::launch::sandboxes;
 use crate::output::{print, printable};
@@ -31,6 +32,9 @@ struct Finding {
     detail: String,
     /// What to do; empty when it is fine.
     remedy: String,
+    /// What is used in place of a feature that is not there; empty when it is there or needed.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    fallback: String,
 }
 
 impl Finding {
@@ -41,19 +45,33 @@ impl Finding {
                 ok: true,
                 detail,
                 remedy: String::new(),
+                fallback: String::new(),
             },
             Err(error) => Self {
                 name: name.to_owned(),
                 ok: false,
                 detail: one_line(&error),
                 remedy: remedy.to_owned(),
+                fallback: String::new(),
             },
         }
+    }
+
+    /// Something that is made use of where it is there, and done without where it is not.
+    fn optional(name: &str, tried: anyhow::Result<String>, fallback: &str, remedy: &str) -> Self {
+        let mut finding = Self::new(name, tried, remedy);
+        if !finding.ok {
+            finding.ok = true;
+            finding.fallback = fallback.to_owned();
+        }
+        finding
     }
 }
 
 pub(super) fn run(context: &Context) -> Outcome {
-    require_root("trying what this node can do")?;
+    if !rustix::process::geteuid().is_root() {
+        return report(context, features::of_user(context));
+    }
     let mut findings = vec![
         Finding::new(
             "node root",
@@ -77,6 +95,11 @@ pub(super) fn run(context: &Context) -> Outcome {
         ),
     ];
     findings.extend(trial::run(context.root()));
+    findings.extend(features::of_node());
+    report(context, findings)
+}
+
+fn report(context: &Context, findings: Vec<Finding>) -> Outcome {
     let missing: Vec<String> = findings
         .iter()
         .filter(|f| !f.ok)
@@ -88,14 +111,21 @@ pub(super) fn run(context: &Context) -> Outcome {
     };
     print(context.format, &report, |out| {
         for finding in &report.findings {
-            let mark = if finding.ok { "ok     " } else { "MISSING" };
+            let mark = match (finding.ok, finding.fallback.is_empty()) {
+                (true, true) => "ok     ",
+                (true, false) => "without",
+                (false, _) => "MISSING",
+            };
             writeln!(
                 out,
                 "{mark} {}: {}",
                 printable(&finding.name),
                 printable(&finding.detail)
             )?;
-            if !finding.ok {
+            if !finding.fallback.is_empty() {
+                writeln!(out, "        instead: {}", printable(&finding.fallback))?;
+            }
+            if !finding.remedy.is_empty() {
                 writeln!(out, "        to do: {}", printable(&finding.remedy))?;
             }
         }

@@ -26,7 +26,7 @@ use crate::output::print;
 use crate::stack::{self, StackLayer};
 
 #[derive(Debug, Serialize)]
-struct Mounted {
+pub(super) struct Mounted {
     directory: PathBuf,
     layers: Vec<Layer>,
     writable: bool,
@@ -36,6 +36,23 @@ struct Mounted {
 struct Layer {
     layer: String,
     digest: String,
+}
+
+impl Mounted {
+    /// What `-o json` says of a mount.
+    pub(super) fn new(directory: PathBuf, layers: Vec<StackLayer>, writable: bool) -> Self {
+        Self {
+            directory,
+            layers: layers
+                .into_iter()
+                .map(|layer| Layer {
+                    layer: layer.name,
+                    digest: layer.digest.to_string(),
+                })
+                .collect(),
+            writable,
+        }
+    }
 }
 
 pub(super) fn run(context: &Context, args: MountArgs) -> Outcome {
@@ -55,17 +72,7 @@ pub(super) fn run(context: &Context, args: MountArgs) -> Outcome {
     let tree = merge(&lowers, args.rw.then(|| claim.place.upper_and_work()))?;
     mount::attach(tree.as_fd(), &directory)?;
     claim.keep();
-    let mounted = Mounted {
-        directory,
-        layers: layers
-            .into_iter()
-            .map(|layer| Layer {
-                layer: layer.name,
-                digest: layer.digest.to_string(),
-            })
-            .collect(),
-        writable: args.rw,
-    };
+    let mounted = Mounted::new(directory, layers, args.rw);
     print(context.format, &mounted, |_| Ok(()))?;
     Ok(ExitCode::SUCCESS)
 }
@@ -92,7 +99,7 @@ fn outside_of_root(root: &Path, directory: &Path) -> anyhow::Result<()> {
 }
 
 /// The last argument is the directory, those before it are references.
-fn split(mut arguments: Vec<OsString>) -> anyhow::Result<(Vec<String>, PathBuf)> {
+pub(super) fn split(mut arguments: Vec<OsString>) -> anyhow::Result<(Vec<String>, PathBuf)> {
     let Some(dir) = arguments.pop() else {
         bail!("a directory to mount on is needed")
     };

@@ -22,7 +22,6 @@ struct Unmounted {
 }
 
 pub(super) fn run(context: &Context, args: &UmountArgs) -> Outcome {
-    require_root("unmounting")?;
     let mut done = Unmounted {
         unmounted: Vec::new(),
     };
@@ -35,6 +34,16 @@ pub(super) fn run(context: &Context, args: &UmountArgs) -> Outcome {
 
 fn one(context: &Context, dir: &Path, lazy: bool) -> anyhow::Result<PathBuf> {
     let directory = resolve(dir)?;
+    if is_tree(&directory)? {
+        layerpack_layerfs::whole::unmount(&directory, lazy).with_context(|| {
+            format!(
+                "cannot unmount {}: if it is in use, leave it first or use --lazy",
+                directory.display()
+            )
+        })?;
+        return Ok(directory);
+    }
+    require_root("unmounting")?;
     let place = Place::of(context.root(), &directory);
     let mounted = layerpack_sys::mount::is_mounted(&directory)?;
     if place.record()?.is_none() {
@@ -61,6 +70,14 @@ fn one(context: &Context, dir: &Path, lazy: bool) -> anyhow::Result<PathBuf> {
     release(context.root(), place.lease())?;
     place.remove()?;
     Ok(directory)
+}
+
+/// Whether the topmost mount on a directory is one of `mount --fuse`.
+pub(super) fn is_tree(directory: &Path) -> anyhow::Result<bool> {
+    let wanted = format!("fuse.{}", layerpack_layerfs::whole::SUBTYPE);
+    let mounts = layerpack_sys::mountinfo::read()?;
+    let topmost = mounts.iter().rev().find(|mount| mount.target == directory);
+    Ok(topmost.is_some_and(|mount| mount.fstype == wanted))
 }
 
 /// The path without symbolic links. The last component is allowed to be unreadable, as the root

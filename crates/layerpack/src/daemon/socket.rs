@@ -2,10 +2,11 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use anyhow::{Context as _, bail};
 use rustix::fs::{Mode, OFlags};
 use tokio::net::{UnixListener, UnixStream, unix::SocketAddr};
 
@@ -57,7 +58,67 @@ pub(crate) struct OwnerOnly {
     owner: u32,
 }
 
+/// The socket that a service manager opened for us and passed on (`LISTEN_FDS`), if it did.
+///
+/// Call it once, at the start: later its number may be somebody else's.
+///
+/// # Errors
+/// When what was passed on is not the node's socket: clients would look for it elsewhere.
+pub(crate) fn passed_on(root: &Path) -> anyhow::Result<Option<std::os::unix::net::UnixListener>> {
+    let mut passed = sd_notify::listen_fds().context("cannot use LISTEN_FDS")?;
+    let count = passed.len();
+    let Some(number) = passed.next() else {
+        return Ok(None);
+    };
+    if count > 1 {
+        bail!(
+            "{count} sockets were passed on by the service manager: one is needed, ListenStream={}",
+            api::socket_path(root).display()
+        );
+    }
+    let fd = layerpack_sys::fdpass::inherited(number).with_context(|| {
+        format!("LISTEN_FDS says that descriptor {number} is open, and it is not")
+    })?;
+    let listener = std::os::unix::net::UnixListener::from(fd);
+    let address = listener
+        .local_addr()
+        .context("what the service manager passed on is no unix socket")?;
+    let wanted = api::socket_path(root);
+    let is_ours = address.as_pathname().is_some_and(|path| {
+        // By the file, since there may be symbolic links on the way.
+        match (fs_err::metadata(path), fs_err::metadata(&wanted)) {
+            (Ok(one), Ok(other)) => (one.dev(), one.ino()) == (other.dev(), other.ino()),
+            _ => false,
+        }
+    });
+    if !is_ours {
+        bail!(
+            "the service manager passed on the socket {}, where clients do not look for it: set ListenStream={}, or LAYERPACK_ROOT to the directory of the socket",
+            address.as_pathname().map_or_else(
+                || "without a name".to_owned(),
+                |path| path.display().to_string()
+            ),
+            wanted.display()
+        );
+    }
+    listener
+        .set_nonblocking(true)
+        .context("cannot use the socket that was passed on")?;
+    Ok(Some(listener))
+}
+
 impl OwnerOnly {
+    /// Accepts on a socket that somebody else opened.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub(crate) fn on(listener: std::os::unix::net::UnixListener) -> io::Result<Self> {
+        Ok(Self {
+            inner: UnixListener::from_std(listener)?,
+            owner: rustix::process::geteuid().as_raw(),
+        })
+    }
+
     /// Binds the socket of the node at `root`, mode 0600. The caller holds the node's lock: a
     /// socket that is there already belongs to a dead daemon and is replaced.
     ///
@@ -110,6 +171,24 @@ impl axum::serve::Listener for OwnerOnly {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_unit_files_fit_the_program() {
+        let root = Path::new(crate::args::DEFAULT_ROOT);
+        let socket = include_str!("../../../../contrib/systemd/layerpack.socket");
+        let listen = format!("\nListenStream={}\n", api::socket_path(root).display());
+        assert!(socket.contains(&listen), "{listen}");
+        let service = include_str!("../../../../contrib/systemd/layerpack.service");
+        let told = format!("\nEnvironment=LAYERPACK_ROOT={}\n", root.display());
+        assert!(service.contains(&told), "{told}");
+        let start = service
+            .lines()
+            .find_map(|line| line.strip_prefix("ExecStart="))
+            .unwrap();
+        use clap::Parser as _;
+        let parsed = crate::args::Cli::try_parse_from(start.split(' ')).unwrap();
+        assert!(matches!(parsed.command, crate::args::Command::Daemon(_)));
+    }
 
     #[test]
     fn a_long_root_still_has_a_socket_name() {

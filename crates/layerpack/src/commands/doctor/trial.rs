@@ -2,7 +2,7 @@
 //! from the kernel: a small layer is published, served, mounted, read back, merged with an upper
 //! and shown under other ids. What fails names the feature; what depends on it is not tried.
 
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -12,6 +12,7 @@ use layerpack_packer::{BuildOptions, Silent, Source};
 use layerpack_store::{Kind, LayerName, LayerStore, Reference, Version};
 use layerpack_sys::mount::{self, OverlaySpec};
 use layerpack_sys::ns::{IdRange, userns_fd};
+use rustix::fs::{Mode, OFlags};
 
 use super::Finding;
 
@@ -41,13 +42,27 @@ pub(super) fn run(root: &Path) -> Vec<Finding> {
             return findings;
         }
     };
+    let image = scratch.path.join("probe.erofs");
+    findings.push(Finding::optional(
+        "EROFS from files",
+        erofs_image(&image).and_then(|()| from_file(&image)),
+        "layers are mounted by loop devices",
+        "use Linux 6.12 or newer with CONFIG_EROFS_FS_BACKED_BY_FILE",
+    ));
+    findings.push(Finding::optional(
+        "EROFS from loop devices",
+        by_loop(&image),
+        "nothing, where EROFS is mounted from files",
+        "load the kernel module (modprobe loop) if there is no EROFS from files",
+    ));
     let served = serve(&scratch.path);
     findings.push(Finding::new(
         "layers",
         served.as_ref().map(|s| s.said.clone()).map_err(copy),
-        "use Linux 6.12 or newer with CONFIG_EROFS_FS_BACKED_BY_FILE, and a node root on a disk filesystem (not tmpfs, not overlayfs)",
+        "use Linux 6.12 or newer with CONFIG_EROFS_FS_BACKED_BY_FILE, or loop devices, and a node root on a disk filesystem (not tmpfs, not overlayfs)",
     ));
     if let Ok(served) = &served {
+        findings.extend(overlay_options(&served.lower, &scratch.path));
         findings.push(Finding::new(
             "overlay",
             overlay(&served.lower, &scratch.path),
@@ -67,7 +82,7 @@ fn copy(error: &anyhow::Error) -> anyhow::Error {
     anyhow::anyhow!("{}", crate::failure::one_line(error))
 }
 
-fn fuse() -> anyhow::Result<String> {
+pub(super) fn fuse() -> anyhow::Result<String> {
     fs_err::OpenOptions::new()
         .read(true)
         .write(true)
@@ -154,6 +169,83 @@ fn serve(scratch: &Path) -> anyhow::Result<Served> {
     }
     served.said = "a layer was published, mounted and read".to_owned();
     Ok(served)
+}
+
+/// Writes an image with nothing in it.
+fn erofs_image(path: &Path) -> anyhow::Result<()> {
+    let tree = layerpack_erofs::Tree::new(layerpack_erofs::Metadata {
+        mode: 0o755,
+        ..layerpack_erofs::Metadata::default()
+    });
+    let mut image = Vec::new();
+    layerpack_erofs::write_image(&tree, &layerpack_erofs::WriteOptions::default(), &mut image)?;
+    fs_err::write(path, image)?;
+    Ok(())
+}
+
+fn from_file(image: &Path) -> anyhow::Result<String> {
+    mount::erofs(image, &[], &mount::ErofsOptions::default())?;
+    Ok("an image was mounted from its file".to_owned())
+}
+
+fn by_loop(image: &Path) -> anyhow::Result<String> {
+    let device = layerpack_sys::loopdev::LoopDevice::attach(image)?;
+    mount::erofs(device.path(), &[], &mount::ErofsOptions::default())?;
+    Ok("an image was mounted by a loop device".to_owned())
+}
+
+/// Options of overlayfs that make a difference, each with an overlay of its own.
+fn overlay_options(lower: &Path, scratch: &Path) -> Vec<Finding> {
+    let tried = |name: &str, options: &[(&str, &str)]| -> anyhow::Result<String> {
+        let (upper, work) = (
+            scratch.join(format!("{name}-upper")),
+            scratch.join(format!("{name}-work")),
+        );
+        fs_err::create_dir(&upper)?;
+        fs_err::create_dir(&work)?;
+        // By descriptors: the mount API takes no long paths.
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let open = |path: &Path| rustix::fs::open(path, flags, Mode::empty());
+        let fds = (open(&upper)?, open(&work)?, open(lower)?);
+        let link = |fd: &OwnedFd| format!("/proc/self/fd/{}", fd.as_raw_fd());
+        let (upper, work, lower) = (link(&fds.0), link(&fds.1), link(&fds.2));
+        let key = if name == "lowerdir+" {
+            "lowerdir+"
+        } else {
+            "lowerdir"
+        };
+        let mut all = vec![
+            (key, lower.as_str()),
+            ("upperdir", upper.as_str()),
+            ("workdir", work.as_str()),
+        ];
+        all.extend(options);
+        mount::simple("overlay", &all, mount::MountFlags::empty())?;
+        Ok("an overlay was mounted with it".to_owned())
+    };
+    vec![
+        Finding::new(
+            "overlay lowerdir+",
+            tried("lowerdir+", &[]),
+            "use Linux 6.5 or newer: stacks of many layers need it",
+        ),
+        Finding::new(
+            "overlay redirect_dir=nofollow",
+            tried("redirect", &[("redirect_dir", "nofollow")]),
+            "use a kernel with CONFIG_OVERLAY_FS_REDIRECT_DIR compiled in (its default may be off)",
+        ),
+        Finding::new(
+            "overlay volatile",
+            tried("volatile", &[("volatile", "")]),
+            "use Linux 5.10 or newer: writable mounts need it",
+        ),
+        Finding::optional(
+            "overlay userxattr",
+            tried("userxattr", &[("userxattr", "")]),
+            "marks in trusted attributes, as everywhere here",
+            "nothing: layerpack does not use it",
+        ),
+    ]
 }
 
 /// Merges the layer with an upper and writes through the result, without attaching it anywhere

@@ -1,0 +1,85 @@
+//! The daemon on a socket that a service manager opened.
+
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+mod support;
+
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use layerpack_fixtures::guards::ChildGuard;
+use layerpack_fixtures::{is_root, skip};
+use support::{Node, describe, processes, wait_until};
+
+/// A daemon that is started as systemd does it: `fds` sockets from descriptor 3 on.
+fn activated(node: &Node, socket: &UnixListener, fds: u32) -> Command {
+    let mut command = Command::new("sh");
+    command
+        .args([
+            "-c",
+            &format!(
+                "exec 3<&0 4<&0 </dev/null; export LISTEN_PID=$$ LISTEN_FDS={fds}; exec \"$0\" daemon run"
+            ),
+            env!("CARGO_BIN_EXE_layerpack"),
+        ])
+        .env("LAYERPACK_ROOT", node.root())
+        .env("LAYERPACK_STORE", node.store())
+        .env("LAYERPACK_CACHE", node.scratch.join("cache"))
+        .env_remove("NOTIFY_SOCKET")
+        .stdin(OwnedFd::from(socket.try_clone().unwrap()))
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped());
+    command
+}
+
+fn ended(command: &mut Command) -> Output {
+    command.spawn().unwrap().wait_with_output().unwrap()
+}
+
+fn inode(path: &Path) -> u64 {
+    fs_err::metadata(path).unwrap().ino()
+}
+
+#[test]
+fn privileged_the_daemon_serves_on_a_socket_that_was_passed_on() {
+    if !is_root() {
+        skip!("needs root to serve");
+    }
+    let node = Node::new("activation");
+    fs_err::create_dir(node.root()).unwrap();
+    let path = node.root().join("daemon.sock");
+    let socket = UnixListener::bind(&path).unwrap();
+    let before = inode(&path);
+    // Twice: the socket outlives the daemon, and whoever connects meanwhile waits in it.
+    for _ in 0..2 {
+        let mut daemon = ChildGuard::spawn(&mut activated(&node, &socket, 1)).unwrap();
+        let pid = i32::try_from(daemon.id()).unwrap();
+        assert_eq!(node.daemon_pid(), Some(pid), "{}", node.log());
+        assert_eq!(inode(&path), before);
+        node.ok(["daemon", "stop"]);
+        assert!(daemon.child().wait().unwrap().success());
+        assert_eq!(inode(&path), before);
+    }
+
+    // Another socket than the one that clients look for.
+    let elsewhere = node.scratch.join("elsewhere.sock");
+    let wrong = UnixListener::bind(&elsewhere).unwrap();
+    let output = ended(&mut activated(&node, &wrong, 1));
+    let said = describe(&output);
+    assert!(!output.status.success(), "{said}");
+    assert!(
+        said.contains("elsewhere.sock") && said.contains("ListenStream="),
+        "{said}"
+    );
+    let output = ended(&mut activated(&node, &socket, 2));
+    let said = describe(&output);
+    assert!(
+        !output.status.success() && said.contains("2 sockets"),
+        "{said}"
+    );
+    drop((socket, wrong));
+    assert!(wait_until(|| processes(&node).is_empty()));
+}
