@@ -388,7 +388,7 @@ fn data_is_given_to_who_knows_the_token_and_of_served_layers_only() {
         .sum();
     for token in [
         None,
-        Some(PeerToken::new("another token of theirs").unwrap()),
+        Some(PeerToken::new("another-token-of-theirs").unwrap()),
     ] {
         let stranger = PeerClient::new(all[0], token);
         assert!(matches!(stranger.node(LONG), Err(PeerError::Refused)));

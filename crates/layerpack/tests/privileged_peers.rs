@@ -41,7 +41,7 @@ fn privileged_daemons_read_from_each_other() {
     let site = ScratchDir::new("peers-site").unwrap();
     let store = site.join("store");
     let token = site.join("token");
-    fs_err::write(&token, "a token that all peers know").unwrap();
+    fs_err::write(&token, "a-token-that-all-peers-know").unwrap();
     fs_err::set_permissions(&token, std::fs::Permissions::from_mode(0o600)).unwrap();
     let all = ports(3);
     let list: Vec<String> = all.iter().map(|a| format!("http://{a}")).collect();

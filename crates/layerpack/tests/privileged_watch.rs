@@ -97,7 +97,7 @@ fn privileged_trace_names_files_and_what_was_fetched() {
         .iter()
         .find(|e| e["kind"] == "miss" && e["fetched_bytes"].as_u64() > Some(0));
     let miss = miss.unwrap_or_else(|| panic!("{text}"));
-    assert_eq!(miss["layer"], "base/many:1");
+    assert_eq!(miss["reference"], "base/many:1");
     let read: u64 = events
         .iter()
         .flat_map(|event| event["files"].as_array().unwrap())

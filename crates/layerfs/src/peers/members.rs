@@ -70,11 +70,11 @@ impl Member {
 
     /// A place to ask it, if there is one.
     pub(crate) fn slot(&self) -> Option<Slot<'_>> {
-        let free = |n: u64| (n < AT_ONCE).then_some(n + 1);
+        let free = |n: u64| (n < AT_ONCE).then(|| n + 1);
         let taken = self
             .asking
             .fetch_update(Ordering::AcqRel, Ordering::Acquire, free);
-        taken.is_ok().then_some(Slot(self))
+        taken.is_ok().then(|| Slot(self))
     }
 
     /// It does not serve this layer, for now.

@@ -30,7 +30,8 @@ struct Layer {
 /// A line of `-o json`.
 #[derive(Debug, Serialize)]
 struct Line<'a> {
-    layer: &'a str,
+    /// The layer's name.
+    reference: &'a str,
     files: Vec<File>,
     #[serde(flatten)]
     event: &'a TraceEvent,
@@ -173,7 +174,7 @@ fn json(
     event: &TraceEvent,
 ) -> anyhow::Result<()> {
     let line = Line {
-        layer: &layer.name,
+        reference: &layer.name,
         files: parts
             .into_iter()
             .map(|part| File {

@@ -132,8 +132,8 @@ pub(super) fn ranges(numbers: &[u32]) -> String {
     while let Some(first) = rest.first() {
         let run = rest
             .iter()
-            .zip(*first..)
-            .take_while(|(number, expected)| **number == *expected)
+            .zip(u64::from(*first)..)
+            .take_while(|(number, expected)| u64::from(**number) == *expected)
             .count();
         let (this, others) = rest.split_at(run.max(1));
         if !text.is_empty() {
