@@ -247,6 +247,10 @@ fn read(
             source.spilling(options.cache.as_deref());
             source.cached(cache_place(options, path), options.fresh);
             source.scan(layer, start, defines_root)?;
+            if options.parents.is_empty() && git.is_none() {
+                // Nobody asks for names any more. What is read needs the memory.
+                layer.tree.rest();
+            }
             progress.phase("read");
             source.store(layer, &mut writer, git)?;
         }

@@ -173,10 +173,13 @@ struct Arranged {
 /// Gives all contents their addresses and writes the metadata image. `last`: the layer is of no use
 /// afterwards but for [`Addresses::map`].
 fn arrange(layer: &mut Layer, meta: &mut dyn io::Write, last: bool) -> Result<Arranged> {
+    if last {
+        layer.tree.rest();
+    }
     let (mut addresses, counts) = place_files(layer)?;
     addresses.forget();
     if last {
-        layer.rest();
+        layer.forget_files();
     }
     let mut implicit = layer.implicit_paths();
     implicit.sort_unstable();

@@ -104,10 +104,8 @@ impl Layer {
         self.contents = Contents::spooled(scratch);
     }
 
-    /// Gives back memory that nothing but changes and look-ups needs, when the contents of all files
-    /// have their addresses.
-    pub(crate) fn rest(&mut self) {
-        self.tree.rest();
+    /// Forgets which file has which content, when all have their addresses.
+    pub(crate) fn forget_files(&mut self) {
         self.contents.forget_files();
     }
 

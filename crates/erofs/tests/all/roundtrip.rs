@@ -2,7 +2,9 @@
 
 use std::io::Read as _;
 
-use layerpack_erofs::{DataExtent, FileData, FileLayout, Image, NodeId, Tree, check, write_image};
+use layerpack_erofs::{
+    DataExtent, FileData, FileLayout, Image, Metadata, NodeId, NodeKind, Tree, check, write_image,
+};
 use proptest::prelude::*;
 
 use crate::common::{
@@ -33,9 +35,42 @@ pub(crate) fn verify(sample: &Sample, with_peer: bool) {
         again == bytes,
         "an image read back and written again differs"
     );
+    verify_rest(sample, &bytes);
     if with_peer {
         verify_peer(sample, &bytes);
     }
+}
+
+/// A tree that rests is written as before, has the same names, and can be changed.
+fn verify_rest(sample: &Sample, bytes: &[u8]) {
+    let mut resting = sample.tree.clone();
+    resting.rest();
+    let mut same = Vec::new();
+    write_image(&resting, &sample.options(), &mut same).unwrap();
+    assert!(same == bytes, "a tree that rests is written otherwise");
+    let same_names = |tree: &Tree| {
+        for entry in sample.tree.walk().take(300) {
+            assert_eq!(tree.resolve(&entry.path), Some(entry.id));
+        }
+    };
+    same_names(&resting);
+    let fifo = || (Metadata::default(), NodeKind::Fifo);
+    let first = sample.tree.children(NodeId::ROOT).next();
+    if let Some((name, _)) = first {
+        let (metadata, kind) = fifo();
+        resting
+            .insert(NodeId::ROOT, name, metadata, kind)
+            .unwrap_err();
+    }
+    let (metadata, kind) = fifo();
+    let new = b"\x01a name that no other has";
+    let id = resting.insert(NodeId::ROOT, new, metadata, kind).unwrap();
+    assert_eq!(resting.resolve(new), Some(id));
+    same_names(&resting);
+    resting.rest();
+    resting.remove(NodeId::ROOT, new).unwrap();
+    assert_eq!(resting.resolve(new), None);
+    same_names(&resting);
 }
 
 /// Extents cover the file without gaps and lie where the tree says.
