@@ -187,7 +187,7 @@ impl Ground<'_> {
     fn prepare(bench: &Bench) -> Result<Ground<'_>> {
         let scratch = bench.scratch("cold")?;
         let store = scratch.join("store");
-        let (root, work) = (roots::tools(bench)?, roots::workspace(bench)?);
+        let (root, work) = (roots::tools(bench)?, roots::work(bench)?);
         let node = Node::new(
             bench,
             &scratch.join("builder"),
