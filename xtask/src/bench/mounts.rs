@@ -55,7 +55,7 @@ pub(super) fn first(bench: &Bench) -> Result<Report> {
                 metadata.context("the build says nothing of metadata")?
             ),
             "a new node each time, its daemon up; time of `layerpack mount`, process start included; nothing is read ahead".to_owned(),
-            "round trips: growth of the time by the delay, so requests that run at once count once".to_owned(),
+            "round trips: growth of the least time by the delay, so requests that run at once count once".to_owned(),
         ],
         columns: vec![
             "delay ms",
@@ -89,10 +89,10 @@ pub(super) fn first(bench: &Bench) -> Result<Report> {
         let times = Spread::of(times);
         let trips = match delay {
             0 => {
-                without_delay = times.median;
+                without_delay = times.least;
                 None
             }
-            delay => Some((times.median - without_delay) / float(delay)),
+            delay => Some((times.least - without_delay) / float(delay)),
         };
         report.rows.push(vec![
             delay.to_string(),

@@ -144,6 +144,8 @@ impl Node {
     /// # Errors
     /// When it does not; its log is then named.
     pub(super) fn start(&mut self) -> Result<()> {
+        // One that was killed has to be gone first: it holds the directory until then.
+        self.daemon = None;
         let log = self.root.join("bench-daemon.log");
         let file = || -> Result<std::fs::File> {
             let mut options = fs_err::OpenOptions::new();
@@ -155,7 +157,6 @@ impl Node {
             .stdin(Stdio::null())
             .stdout(file()?)
             .stderr(file()?);
-        // The one before, if it was killed, is reaped by this.
         self.daemon = Some(ChildGuard::spawn(&mut command)?);
         let begun = Instant::now();
         loop {
@@ -194,14 +195,30 @@ impl Node {
         Ok(())
     }
 
-    /// Kills the process that serves, as the kernel does when memory runs out.
+    /// Kills the process that serves, as the kernel does when memory runs out, and waits until
+    /// another one does: one that is started by what outlives it, or else by this.
     ///
     /// # Errors
     /// When none answers.
-    pub(super) fn kill(&self) -> Result<()> {
-        let pid = Pid::from_raw(self.pid()?).context("the daemon says process 0")?;
+    pub(super) fn kill(&mut self) -> Result<()> {
+        let old = self.pid()?;
+        let pid = Pid::from_raw(old).context("the daemon says process 0")?;
         rustix::process::kill_process(pid, Signal::KILL)?;
-        Ok(())
+        let begun = Instant::now();
+        while begun.elapsed() < START_LIMIT {
+            let ended = self
+                .daemon
+                .as_mut()
+                .is_none_or(|daemon| matches!(daemon.child().try_wait(), Ok(Some(_))));
+            if ended {
+                return self.start();
+            }
+            if self.pid().is_ok_and(|new| new != old) {
+                return Ok(());
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        bail!("nobody serves after process {old} was killed")
     }
 
     /// Mounts a stack on a directory, which is made if need be.
@@ -238,7 +255,20 @@ impl Node {
     /// # Errors
     /// When it does not run.
     pub(super) fn usage(&self) -> Result<Usage> {
-        Usage::of(self.pid()?)
+        let pid = self.pid()?;
+        let mut usage = Usage::of(pid)?;
+        // What was started may be another process than the one that serves, and stay beside it.
+        let first = self.daemon.as_ref().map(ChildGuard::id);
+        if let Some(first) = first.and_then(|first| i32::try_from(first).ok())
+            && first != pid
+            && let Ok(other) = Usage::of(first)
+        {
+            usage.cpu += other.cpu;
+            usage.rss += other.rss;
+            usage.peak += other.peak;
+            usage.written += other.written;
+        }
+        Ok(usage)
     }
 
     /// The daemon's own counters.

@@ -9,7 +9,7 @@ use layerpack_fixtures::find_tool;
 use layerpack_fixtures::rng::Rng;
 
 use super::{Bench, inputs};
-use crate::{apt, process};
+use crate::{apt, process, workspace};
 
 /// Debian packages of the root to work in.
 const PACKAGES: &str = "python3,python3-numpy,python3-pandas,python3-sklearn,python3-pytest,git,\
@@ -52,11 +52,9 @@ pub(super) fn tools(bench: &Bench) -> Result<PathBuf> {
 ///
 /// # Errors
 /// When it cannot be made.
-pub(super) fn workspace(bench: &Bench) -> Result<PathBuf> {
-    let clones = inputs::workspaces(bench)?;
-    let clone = clones.first().context("this repository has no commits")?;
-    let commit = clone.file_name().context("a clone has a name")?;
-    let recipe = format!("{PROJECT} {PROJECT_VERSION} {}\n", commit.display());
+pub(super) fn work(bench: &Bench) -> Result<PathBuf> {
+    // Whatever commit it was of: newer ones would make figures of different days differ.
+    let recipe = format!("{PROJECT} {PROJECT_VERSION}, a clone, hello in C and TypeScript\n");
     inputs::cached(bench, "workspace", &recipe, |partial| {
         fs_err::create_dir_all(partial)?;
         let downloads = bench.work.join("inputs/downloads");
@@ -79,9 +77,15 @@ pub(super) fn workspace(bench: &Bench) -> Result<PathBuf> {
             .arg("--directory")
             .arg(&project);
         process::quietly(&mut tar)?;
-        let mut copy = Command::new("cp");
-        copy.arg("--archive").arg(clone).arg(partial.join("clone"));
-        process::quietly(&mut copy)?;
+        let mut clone = Command::new("git");
+        clone
+            .args(["clone", "--quiet", "--no-local", "--single-branch"])
+            .arg(workspace::root()?)
+            .arg(partial.join("clone"));
+        for variable in ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"] {
+            clone.env_remove(variable);
+        }
+        process::quietly(&mut clone)?;
         fs_err::write(
             partial.join("hello.c"),
             "#include <stdio.h>\n#include <stdlib.h>\n\
