@@ -37,6 +37,9 @@ pub enum Reason {
     Store,
     /// It was condemned and waits for the end of its grace period.
     Grace,
+    /// It was condemned, its grace period is over, and something else keeps it from being deleted:
+    /// a writer that began before, another collector.
+    Waiting,
     /// It cannot be told whether something uses it.
     Unknown,
 }

@@ -190,10 +190,15 @@ impl LayerStore {
             .blobs
             .put(&Key::marker(), &marker, PutMode::IfAbsent)?
         {
-            PutOutcome::Created => Ok(lost.map(|error| {
-                tracing::warn!("written anew: {error}");
-                format!("written anew: {error}")
-            })),
+            PutOutcome::Created => {
+                if let Err(error) = self.inner.blobs.reserve(true) {
+                    tracing::debug!("no room is kept for collecting on a full disk: {error}");
+                }
+                Ok(lost.map(|error| {
+                    tracing::warn!("written anew: {error}");
+                    format!("written anew: {error}")
+                }))
+            }
             PutOutcome::Exists => self.check_marker().map(|_| None),
         }
     }

@@ -9,6 +9,7 @@
     reason = "tests"
 )]
 
+mod abandoned;
 mod builders;
 mod channels;
 mod chunker;
