@@ -28,6 +28,7 @@ pub use meta_image::{MetaImage, MetaWriter};
 pub use part::SeedMarker;
 pub(crate) use passed::Tables;
 pub use passed::{FrameChunks, StoredFrame};
+pub(crate) use meta_image::stored_len;
 pub use publish::{Draft, PublishOutcome, Published, Sealed};
 pub use read::{Delivery, FetchStats, ReadLimits};
 pub use staged::{Staged, publish_all};
