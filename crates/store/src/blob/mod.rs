@@ -131,7 +131,8 @@ pub trait BlobStore: Send + Sync + fmt::Debug {
         self.put(key, bytes, PutMode::Overwrite).map(|_| ())
     }
 
-    /// As [`BlobStore::delete`], but a crash of the machine holding the store may bring it back.
+    /// As [`BlobStore::delete`], but a crash of the machine holding the store may bring it back,
+    /// and the answer may be `true` where there was none: a backend need not look.
     ///
     /// # Errors
     /// If the backend fails.

@@ -28,6 +28,7 @@ mod queries;
 mod reading;
 mod references;
 mod remembered;
+mod requests;
 mod seeding;
 mod signatures;
 mod staged;
