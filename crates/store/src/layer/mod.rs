@@ -24,11 +24,11 @@ use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
+pub(crate) use meta_image::stored_len;
 pub use meta_image::{MetaImage, MetaWriter};
 pub use part::SeedMarker;
 pub(crate) use passed::Tables;
 pub use passed::{FrameChunks, StoredFrame};
-pub(crate) use meta_image::stored_len;
 pub use publish::{Draft, PublishOutcome, Published, Sealed};
 pub use read::{Delivery, FetchStats, ReadLimits};
 pub use staged::{Staged, publish_all};
@@ -172,6 +172,25 @@ impl LayerStore {
         }
         let _ = self.inner.known.set(());
         Ok(true)
+    }
+
+    /// Whether there is a store at the address: its marker is there, or layers are that lost it. A
+    /// backend that cannot list is taken for one.
+    ///
+    /// # Errors
+    /// If the backend fails.
+    pub fn exists(&self) -> Result<bool> {
+        if self.check_marker()? {
+            return Ok(true);
+        }
+        for family in ["refs/", "packs/"] {
+            match self.inner.blobs.list(family) {
+                Ok(listed) if listed.is_empty() => {}
+                Ok(_) | Err(StoreError::NotSupported { .. }) => return Ok(true),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(false)
     }
 
     /// Makes the store one if it is none yet. A warning if the marker was lost: looked at before
