@@ -8,9 +8,12 @@ use layerpack_store::{LayerStore, ReadCacheOptions};
 
 use crate::args::Global;
 use crate::client::{self, Client};
+use crate::failure::usage;
 use crate::output::Format;
 use crate::stores;
 
+/// The variable that names the store.
+const STORE: &str = "LAYERPACK_STORE";
 /// Most bytes of remote stores' objects in the cache directory.
 const MAX_OBJECTS: u64 = 1 << 30;
 
@@ -23,6 +26,8 @@ pub(crate) struct Context {
     pub(crate) quiet: bool,
     root: PathBuf,
     store_url: String,
+    /// The store was named, by an option or the environment.
+    is_named: bool,
     cache_dir: Option<PathBuf>,
 }
 
@@ -38,9 +43,14 @@ impl Context {
         let root = std::path::absolute(&global.root)
             .with_context(|| format!("cannot resolve --root {}", global.root.display()))?;
         let store_url = match global.store.as_deref() {
+            // An empty variable is as good as none; an empty option is a slip.
+            Some("") if std::env::var_os(STORE).is_none_or(|value| !value.is_empty()) => {
+                return Err(usage("--store is empty: name a store, or leave it out"));
+            }
             None | Some("") => default_store(&root)?,
             Some(url) => absolute_url(url)?,
         };
+        let is_named = global.store.as_deref().is_some_and(|url| !url.is_empty());
         let cache_dir = match &global.cache_dir {
             Some(path) if path.is_empty() => None,
             Some(path) => Some(
@@ -58,6 +68,7 @@ impl Context {
             quiet: global.quiet,
             root,
             store_url,
+            is_named,
             cache_dir,
         })
     }
@@ -88,6 +99,25 @@ impl Context {
         self.open(&self.store_url)
     }
 
+    /// Opens the store for a command that works on what is there. One that was named must be there:
+    /// a typing error must not look like an empty store. The node's own may come with the first
+    /// layer.
+    pub(crate) fn store_that_is(&self) -> anyhow::Result<LayerStore> {
+        let store = self.store()?;
+        self.must_be(&store)?;
+        Ok(store)
+    }
+
+    fn must_be(&self, store: &LayerStore) -> anyhow::Result<()> {
+        if !self.is_named || store.exists()? {
+            return Ok(());
+        }
+        bail!(
+            "there is no store at {}: it has no layerpack.json and no layers; check the address, or build or push a layer there first",
+            store.url()
+        );
+    }
+
     /// Opens the store for a command that only looks: manifests, metadata and maps of a remote one
     /// come from the cache directory when they were read before. What exists, and where, is always
     /// asked of the store.
@@ -96,7 +126,9 @@ impl Context {
             dir: dir.join("objects"),
             max_bytes: MAX_OBJECTS,
         });
-        Ok(LayerStore::new(stores::open_store(&self.store_url, cache)?))
+        let store = LayerStore::new(stores::open_store(&self.store_url, cache)?);
+        self.must_be(&store)?;
+        Ok(store)
     }
 
     /// Opens another store than the one of `--store`.

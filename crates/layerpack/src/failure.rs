@@ -3,17 +3,62 @@
 use std::io;
 use std::process::ExitCode;
 
+use layerpack_packer::PackError;
 use layerpack_runtime::RuntimeError;
+use layerpack_store::StoreError;
 use serde::Serialize;
 
 use crate::output::{Format, note, printable};
 
 /// Exit code of a command that failed.
 pub(crate) const FAILED: u8 = 1;
+/// Exit code of a command line that is not understood: clap's own.
+const USAGE: u8 = 2;
 /// Exit code of `run` and `exec` when layerpack, not the command, failed.
 pub(crate) const LAUNCH_FAILED: u8 = 125;
 /// Exit code when the reader of our output went away: 128 + SIGPIPE, as if the signal had acted.
 const BROKEN_PIPE: u8 = 141;
+
+/// A command line that cannot be meant, found out after it was parsed.
+#[derive(Debug)]
+pub(crate) struct Usage(pub(crate) String);
+
+impl std::fmt::Display for Usage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Usage {}
+
+/// An error about the command line: the command exits with 2.
+pub(crate) fn usage(text: impl Into<String>) -> anyhow::Error {
+    anyhow::Error::new(Usage(text.into()))
+}
+
+/// What the packer says of a command's options. (It says the same of files with rules, which are
+/// no command line.)
+pub(crate) fn of_options(error: PackError) -> anyhow::Error {
+    match error {
+        error @ PackError::InvalidOption { .. } => usage(error.to_string()),
+        error => error.into(),
+    }
+}
+
+/// Whether the command line is to blame, by what the libraries say of it.
+fn is_usage(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        cause.is::<Usage>()
+            || matches!(
+                cause.downcast_ref::<StoreError>(),
+                Some(StoreError::InvalidReference { .. } | StoreError::InvalidUrl { .. })
+            )
+            || matches!(
+                cause.downcast_ref::<PackError>(),
+                Some(PackError::InvalidSource { .. })
+            )
+    })
+}
 
 /// A failed command: what went wrong and the code to exit with.
 #[derive(Debug)]
@@ -24,10 +69,9 @@ pub(crate) struct Failure {
 
 impl<E: Into<anyhow::Error>> From<E> for Failure {
     fn from(error: E) -> Self {
-        Self {
-            code: FAILED,
-            error: error.into(),
-        }
+        let error = error.into();
+        let code = if is_usage(&error) { USAGE } else { FAILED };
+        Self { code, error }
     }
 }
 
@@ -42,7 +86,7 @@ impl Failure {
 
     /// The same failure with another exit code, unless it has one of its own.
     pub(crate) fn or_code(self, code: u8) -> Self {
-        if self.code == FAILED {
+        if matches!(self.code, FAILED | USAGE) {
             Self { code, ..self }
         } else {
             self

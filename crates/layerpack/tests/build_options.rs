@@ -128,9 +128,9 @@ fn options_reach_the_layer() {
     fails(1, &["--max-bytes", "1k"], "--max-bytes");
     fails(1, &["--max-path", "3"], "--max-path");
     fails(1, &["--max-depth", "1"], "--max-depth");
-    fails(1, &["--annotation", "x"], "annotation");
-    fails(1, &["--strict"], "--split");
-    fails(1, &["--plain-http"], "registry:");
+    fails(2, &["--annotation", "x"], "annotation");
+    fails(2, &["--strict"], "--split");
+    fails(2, &["--plain-http"], "registry:");
     let sparse = fs_err::OpenOptions::new()
         .write(true)
         .create_new(true)

@@ -225,3 +225,96 @@ fn conflicts_of_a_stack_are_listed() {
             .starts_with("no conflicts")
     );
 }
+
+/// A typing error in a store's address is not an empty store.
+#[test]
+fn a_store_that_is_not_there_is_not_empty() {
+    let node = Node::new("no-store");
+    let empty = node.scratch.mkdir("empty").unwrap();
+    let nowhere = node.scratch.join("nowhere");
+    for store in [&empty, &nowhere] {
+        for command in [
+            &["ls"][..],
+            &["du"],
+            &["gc"],
+            &["prune"],
+            &["verify", "--all"],
+        ] {
+            let mut arguments = vec!["--store", store.to_str().unwrap()];
+            arguments.extend(command);
+            let error = node.fails(1, arguments);
+            assert!(error.contains("there is no store at file://"), "{error}");
+        }
+    }
+    assert!(!nowhere.exists(), "nothing is made by looking");
+    // The node's own store comes with its first layer.
+    let output = node
+        .command()
+        .env_remove("LAYERPACK_STORE")
+        .arg("ls")
+        .output();
+    assert!(output.unwrap().status.success());
+    let output = node.command().env("LAYERPACK_STORE", "").arg("ls").output();
+    assert!(output.unwrap().status.success());
+    let error = node.fails(2, ["--store", "", "ls"]);
+    assert!(error.contains("--store is empty"), "{error}");
+    let error = node.fails(2, ["ls", "--kind", "image"]);
+    assert!(error.contains("is no kind of layer") && !error.contains("invalid reference"));
+}
+
+/// Nothing but zeros is an archive without entries, and most likely a mistake.
+#[test]
+fn an_archive_of_nothing_is_an_error() {
+    let node = Node::new("nothing");
+    let zeros = node.scratch.write("zeros.tar", vec![0_u8; 20_480]).unwrap();
+    let from = format!("tar:{}", zeros.display());
+    let build = |extra: &[&str]| {
+        let mut line = vec![
+            "-q",
+            "build",
+            "--kind",
+            "base",
+            "--name",
+            "a",
+            "--version",
+            "1",
+        ];
+        line.extend(["--from", &from]);
+        line.extend(extra);
+        line.into_iter().map(str::to_owned).collect::<Vec<_>>()
+    };
+    let error = node.fails(1, build(&[]));
+    assert!(
+        error.contains("no entries") && error.contains("--allow-empty"),
+        "{error}"
+    );
+    node.ok(build(&["--allow-empty"]));
+    assert_eq!(node.json(["ls"]).as_array().unwrap().len(), 1);
+}
+
+/// A variable that is empty is as good as unset.
+#[test]
+fn an_empty_epoch_is_none() {
+    let node = Node::new("epoch");
+    let source = node.scratch.mkdir("source").unwrap();
+    node.scratch.write("source/file", "x").unwrap();
+    let from = format!("dir:{}", source.display());
+    let line = |version| {
+        let mut line = vec!["-q", "build", "--kind", "base", "--name", "a", "--version"];
+        line.extend([version, "--from", &from]);
+        line.into_iter().map(str::to_owned).collect::<Vec<_>>()
+    };
+    node.ok(line("1"));
+    let run = |value: &str, version| {
+        let mut command = node.command();
+        command.env("SOURCE_DATE_EPOCH", value).args(line(version));
+        command.output().unwrap()
+    };
+    let output = run("", "2");
+    assert!(output.status.success(), "{}", describe(&output));
+    let digests: Vec<_> = ["base/a:1", "base/a:2"]
+        .map(|layer| node.json(["inspect", layer])[0]["layer_id"].clone())
+        .into();
+    assert_eq!(digests[0], digests[1]);
+    assert_eq!(run("soon", "3").status.code(), Some(2));
+}

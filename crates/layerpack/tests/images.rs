@@ -91,17 +91,17 @@ fn failures_are_one_line_and_publish_nothing() {
     let node = stack("images-bad");
     let merge = |refs: &[&str]| {
         let tail = ["--name", "m", "--version", "1"];
-        node.fails(1, ["merge"].iter().chain(refs).chain(&tail))
+        node.refuses(["merge"].iter().chain(refs).chain(&tail))
     };
     assert!(merge(&["workspace/a:1", "base/a:1"]).contains("at the bottom"));
     assert!(merge(&["base/a:1", "toolkit/none:1"]).contains("toolkit/none:1"));
-    let build = |from: &str, extra: &[&str]| node.fails(1, build_line("base/m:1", from, extra));
+    let build = |from: &str, extra: &[&str]| node.refuses(build_line("base/m:1", from, extra));
     assert!(build("oci:/no/such/layout", &[]).contains("/no/such/layout"));
     assert!(build("docker-archive:/no/such.tar", &[]).contains("/no/such.tar"));
     assert!(build("oci:/tmp", &["--at", "x"]).contains("--at"));
     assert!(build("dir:/tmp", &["--per-layer"]).contains("--per-layer"));
     assert!(
-        node.fails(1, ["export", "base/a:1", "--to", "zip:x"])
+        node.refuses(["export", "base/a:1", "--to", "zip:x"])
             .contains("zip")
     );
     assert!(

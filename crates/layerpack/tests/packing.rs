@@ -76,7 +76,7 @@ fn a_layer_is_packed_against_its_parents() {
 
     let mut base = named("base", "2", &from);
     base.extend(["--parent", "base/b:1"]);
-    assert!(node.fails(1, base).contains("lies at the bottom"));
+    assert!(node.fails(2, base).contains("lies at the bottom"));
     let mut unknown = named("toolkit", "2", &from);
     unknown.extend(["--parent", "base/none:1"]);
     assert!(node.fails(1, unknown).contains("base/none:1"));
@@ -119,12 +119,12 @@ fn a_difference_is_a_diff_that_brings_its_stack() {
 
     let mut base = named("base", "2", &from);
     base.extend(["--diff-from", "base/b:1"]);
-    assert!(node.fails(1, base).contains("a base lies on none"));
+    assert!(node.fails(2, base).contains("a base lies on none"));
     let mut both = named("", "2", &from);
     both.extend(["--diff-from", "base/b:1", "--parent", "base/b:1"]);
     wrong_usage(&node, both);
     assert!(
-        node.fails(1, named("diff", "2", &from))
+        node.fails(2, named("diff", "2", &from))
             .contains("--diff-from")
     );
     wrong_usage(&node, named("", "2", &from));

@@ -94,7 +94,7 @@ fn a_bucket_as_the_store() {
     command.env("AWS_SECRET_ACCESS_KEY", "wrong").arg("ls");
     let error = support::one_error(1, &command.output().unwrap());
     assert!(error.contains("credentials"), "{error}");
-    let error = node.fails(1, ["--store", "s3://layers/x?colour=red", "ls"]);
+    let error = node.fails(2, ["--store", "s3://layers/x?colour=red", "ls"]);
     assert!(error.contains("colour"), "{error}");
     let mut command = node.command();
     command

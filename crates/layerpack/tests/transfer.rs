@@ -144,7 +144,7 @@ fn channels_move_and_stand_for_versions() {
         (&["untag", "workspace/w@none"], "no such channel"),
         (&["rm", "workspace/w@latest"], "invalid reference"),
     ] {
-        let error = node.fails(1, arguments);
+        let error = node.refuses(arguments);
         assert!(error.contains(part), "{arguments:?}: {error}");
     }
     assert_eq!(node.run(["tag", "workspace/w:1"]).status.code(), Some(2));

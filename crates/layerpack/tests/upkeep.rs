@@ -82,7 +82,8 @@ fn prune_frees_what_little_used_packs_hold() {
     let report = node.json(["prune", "--min-live", "40", "--grace", "0"]);
     assert_eq!(number(&report, "/rewritten_packs"), 1, "{report}");
     assert_eq!(report["layers"][0], "base/few:1");
-    assert!(bytes_below(&node.store()) < 150_000, "{report}");
+    // The 64 KiB that are kept for a full disk included.
+    assert!(bytes_below(&node.store()) < 220_000, "{report}");
     assert!(node.ok(["ls"]).contains(&digest[..15]));
     node.ok(["verify", "base/few:1"]);
 }

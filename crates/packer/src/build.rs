@@ -274,10 +274,14 @@ fn read(
                 lazy: input.lazy,
             };
             let (input, ending) = input.split();
-            tar::ahead(input, |input| {
-                source.read(&mut Reader::new(input, path.display().to_string(), limits))
+            let name = path.display().to_string();
+            let entries = tar::ahead(input, |input| {
+                source.read(&mut Reader::new(input, name.clone(), limits))
             })?;
             source.close(&ending)?;
+            if entries == 0 && !options.allow_empty {
+                return Err(PackError::EmptyArchive { archive: name });
+            }
         }
     }
     Ok(writer)

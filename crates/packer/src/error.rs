@@ -70,6 +70,14 @@ pub enum PackError {
         /// What was found.
         what: String,
     },
+    /// An archive without any entry, such as zeros alone.
+    #[error(
+        "archive {archive} has no entries; check what made it, or pack it as an empty layer with --allow-empty"
+    )]
+    EmptyArchive {
+        /// The archive's path.
+        archive: String,
+    },
     /// The archive's bytes cannot be read or decompressed.
     #[error("cannot read archive {archive} at byte {offset} of its contents; {}", if_bytes_are_bad(.source))]
     ArchiveRead {

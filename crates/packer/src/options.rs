@@ -127,6 +127,9 @@ pub struct BuildOptions {
     /// Whether git's indexes are given what the mounted layer shows, so that the first
     /// `git status` reads no files. Costs hashing of all contents.
     pub git_index: bool,
+    /// Whether an archive without any entry is an empty layer; else it is an error, since most such
+    /// archives are something that went wrong.
+    pub allow_empty: bool,
     /// Bounds on the source.
     pub limits: Limits,
     /// Directory in which this machine remembers what files of directory sources held and which
@@ -170,6 +173,7 @@ impl BuildOptions {
             includes: Vec::new(),
             owners: Owners::default(),
             git_index: false,
+            allow_empty: false,
             limits: Limits::default(),
             cache: None,
             fresh: false,

@@ -52,8 +52,8 @@ pub(crate) struct TarSource<'a> {
 }
 
 impl TarSource<'_> {
-    /// See the type.
-    pub(crate) fn read<R: Read>(&mut self, reader: &mut Reader<R>) -> Result<()> {
+    /// See the type. How many entries the archive has.
+    pub(crate) fn read<R: Read>(&mut self, reader: &mut Reader<R>) -> Result<u64> {
         let mut entries = 0;
         while let Some(entry) = reader.next_entry()? {
             entries += 1;
@@ -70,7 +70,8 @@ impl TarSource<'_> {
         if self.filter.selects() {
             self.layer.prune(self.start)?;
         }
-        self.flush()
+        self.flush()?;
+        Ok(entries)
     }
 
     /// Takes out what a lazy reader does not show, where only the archive's end told that it is

@@ -17,6 +17,7 @@ mod digest;
 mod error;
 pub mod format;
 mod gc;
+mod holder;
 pub mod index;
 mod key;
 mod layer;
@@ -33,9 +34,9 @@ pub mod transfer;
 
 pub use blob::{
     BlobStore, BlobWriter, CachedStore, Disagreement, Fault, FaultStore, FileStore, HttpStore,
-    LimitedStore, MemStore, MirrorStore, ObjectInfo, OciStore, OpenOptions, Operation, PutMode,
-    PutOutcome, RateLimits, ReadCacheOptions, RetryPolicy, RetryStore, S3Credentials, S3Store,
-    Span, Timeouts, open, open_url,
+    Leftovers, LimitedStore, MemStore, MirrorStore, ObjectInfo, OciStore, OpenOptions, Operation,
+    PutMode, PutOutcome, RateLimits, ReadCacheOptions, RetryPolicy, RetryStore, S3Credentials,
+    S3Store, Span, Timeouts, open, open_url,
 };
 pub use buffers::recycle;
 pub use codec::Codec;

@@ -83,6 +83,9 @@ pub(crate) struct BuildArgs {
         allow_negative_numbers = true
     )]
     pub(crate) source_date_epoch: Option<Epoch>,
+    /// Make an empty layer of an archive without entries, which is else an error
+    #[arg(long)]
+    pub(crate) allow_empty: bool,
     /// Read every file and every frame that is shared anew, whatever earlier builds remember
     #[arg(long)]
     pub(crate) no_cache: bool,

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStringExt;
 use std::process::ExitCode;
 
-use anyhow::bail;
 use layerpack_packer::{BuildOptions, BuildReport, ImageSource, Source};
 use layerpack_store::{Kind, LayerName, LayerStore, ParentRef, Reference, Version};
 
@@ -12,6 +11,7 @@ use super::Outcome;
 use super::ls::parse_kind;
 use crate::args::BuildArgs;
 use crate::context::Context;
+use crate::failure::{of_options, usage};
 use crate::output;
 use crate::progress::Reporter;
 use crate::published::{Published, platform};
@@ -23,7 +23,7 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
         return super::split::run(context, args);
     }
     if args.strict {
-        return Err(anyhow::anyhow!("--strict says what happens to leftovers of a --split").into());
+        return Err(usage("--strict says what happens to leftovers of a --split").into());
     }
     let difference = !args.diff_from.is_empty();
     // clap asks for the name and the version where there is no split.
@@ -33,10 +33,10 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
         None => Kind::Diff,
     };
     if kind == Kind::Diff && !difference {
-        return Err(anyhow::anyhow!("a diff is made from a sandbox with `layerpack pack-diff`, or from a whole tree with --diff-from; or build a base, workspace or toolkit").into());
+        return Err(usage("a diff is made from a sandbox with `layerpack pack-diff`, or from a whole tree with --diff-from; or build a base, workspace or toolkit").into());
     }
     if kind == Kind::Base && difference {
-        return Err(anyhow::anyhow!(
+        return Err(usage(
             "--diff-from makes a layer that lies on others, a base lies on none; leave --kind out for a diff"
         )
         .into());
@@ -56,7 +56,7 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
     let reporter = Reporter::new(&options.reference.to_string(), context);
     let report = layerpack_packer::build(&store, &options, &reporter);
     reporter.finish();
-    let report = report?;
+    let report = report.map_err(of_options)?;
     warn(context, &report.warnings);
     signer.sign(&store, &report.published.digest)?;
     published(report).print(context)?;
@@ -71,12 +71,14 @@ pub(super) fn options(
     args: BuildArgs,
 ) -> anyhow::Result<BuildOptions> {
     if args.per_layer {
-        bail!(
-            "--per-layer is for images: oci:DIR, docker-archive:FILE or registry:HOST/REPOSITORY"
-        );
+        return Err(usage(
+            "--per-layer is for images: oci:DIR, docker-archive:FILE or registry:HOST/REPOSITORY",
+        ));
     }
     if args.plain_http {
-        bail!("--plain-http is for images from a registry: registry:HOST/REPOSITORY");
+        return Err(usage(
+            "--plain-http is for images from a registry: registry:HOST/REPOSITORY",
+        ));
     }
     let source: Source = args.from.parse()?;
     let mut options = BuildOptions::new(reference, source);
@@ -100,6 +102,7 @@ pub(super) fn options(
     options.xattrs.extend(args.xattr);
     options.limits = args.limits.limits();
     options.git_index = args.git_index;
+    options.allow_empty = args.allow_empty;
     options.cache = context.cache_dir().map(|cache| cache.join("build"));
     options.fresh = args.no_cache;
     Ok(options)
@@ -143,10 +146,10 @@ fn pairs(what: &str, given: &[String]) -> anyhow::Result<BTreeMap<String, String
     let mut pairs = BTreeMap::new();
     for text in given {
         let Some((key, value)) = text.split_once('=').filter(|(key, _)| !key.is_empty()) else {
-            bail!("{what} {text:?} is not KEY=VALUE");
+            return Err(usage(format!("{what} {text:?} is not KEY=VALUE")));
         };
         if pairs.insert(key.to_owned(), value.to_owned()).is_some() {
-            bail!("{what} {key} is given twice");
+            return Err(usage(format!("{what} {key} is given twice")));
         }
     }
     Ok(pairs)

@@ -10,6 +10,7 @@ use super::Outcome;
 use super::build::{annotations, labels, published, warn};
 use crate::args::BuildArgs;
 use crate::context::Context;
+use crate::failure::of_options;
 use crate::output::print;
 use crate::progress::Reporter;
 use crate::published::platform;
@@ -24,7 +25,7 @@ pub(super) fn run(context: &Context, reference: Reference, args: BuildArgs) -> O
     let report = import(&store, &options, &reporter);
     reporter.finish();
     let mut layers = Vec::new();
-    for report in report?.layers {
+    for report in report.map_err(of_options)?.layers {
         warn(context, &report.warnings);
         signer.sign(&store, &report.published.digest)?;
         layers.push(published(report));

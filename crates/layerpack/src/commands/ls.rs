@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::time::UNIX_EPOCH;
 
-use anyhow::Context as _;
 use layerpack_store::transfer::matches;
 use layerpack_store::{Kind, Manifest};
 use serde::Serialize;
@@ -12,6 +11,7 @@ use serde::Serialize;
 use super::Outcome;
 use crate::args::LsArgs;
 use crate::context::Context;
+use crate::failure::usage;
 use crate::output::{Table, note, print, printable};
 use crate::units::human_bytes;
 
@@ -111,7 +111,9 @@ pub(super) fn run(context: &Context, args: &LsArgs) -> Outcome {
 
 /// Parses a kind; the error lists them.
 pub(super) fn parse_kind(text: &str) -> anyhow::Result<Kind> {
-    text.parse::<Kind>().with_context(|| {
-        format!("{text:?} is no kind of layer: use base, workspace, toolkit or diff")
+    text.parse::<Kind>().map_err(|_| {
+        usage(format!(
+            "{text:?} is no kind of layer: use base, workspace, toolkit or diff"
+        ))
     })
 }

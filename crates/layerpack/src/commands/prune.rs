@@ -11,7 +11,7 @@ use crate::output::{print, printable, warning};
 use crate::units::human_bytes;
 
 pub(super) fn run(context: &Context, args: &PruneArgs) -> Outcome {
-    let report = context.store()?.prune(PruneOptions {
+    let report = context.store_that_is()?.prune(PruneOptions {
         min_live: args.min_live,
         dry_run: args.grace.dry_run,
         grace: args.grace.grace.0,

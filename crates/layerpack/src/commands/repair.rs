@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::anyhow;
+use layerpack_store::StoreError;
 
 use super::Outcome;
 use crate::args::RepairArgs;
@@ -10,7 +11,14 @@ use crate::context::Context;
 use crate::output::{note, print, printable};
 
 pub(super) fn run(context: &Context, args: &RepairArgs) -> Outcome {
-    let report = context.store()?.repair(args.dry_run)?;
+    let report = context
+        .store_that_is()?
+        .repair(args.dry_run)
+        .map_err(|error| match error {
+            StoreError::NoSpace { .. } => anyhow::Error::from(error)
+                .context("repairing writes indexes: run `layerpack gc --grace 0s`, which needs next to no room, first"),
+            error => error.into(),
+        })?;
     let done = |did: &'static str, would: &'static str| if report.dry_run { would } else { did };
     print(context.format, &report, |out| {
         writeln!(out, "{} sound packs", report.packs)?;

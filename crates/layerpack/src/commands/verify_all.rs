@@ -11,7 +11,7 @@ use crate::output::{note, print, printable};
 use crate::units::human_bytes;
 
 pub(super) fn run(context: &Context, read_data: bool) -> Outcome {
-    let report = context.store()?.audit(read_data)?;
+    let report = context.store_that_is()?.audit(read_data)?;
     print(context.format, &report, |out| {
         writeln!(
             out,

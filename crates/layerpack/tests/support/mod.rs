@@ -93,6 +93,21 @@ impl Node {
         one_error(code, &self.run(arguments))
     }
 
+    /// The same where it does not matter whether the command line or something else is to blame.
+    #[track_caller]
+    pub(crate) fn refuses<I, S>(&self, arguments: I) -> String
+    where
+        I: IntoIterator<Item = S>,
+        S: AsRef<std::ffi::OsStr>,
+    {
+        let output = self.run(arguments);
+        let code = match output.status.code() {
+            Some(2) => 2,
+            _ => 1,
+        };
+        one_error(code, &output)
+    }
+
     /// Builds a layer from a directory; gives its digest.
     #[track_caller]
     pub(crate) fn build(&self, reference: &str, source: &Path, extra: &[&str]) -> String {

@@ -466,7 +466,7 @@ impl Import<'_> {
         let read = tar::ahead(Box::new(raw), |input| {
             source.read(&mut Reader::new(input, name.clone(), limits))
         });
-        let read = read.and_then(|()| source.close(&ending));
+        let read = read.and_then(|_| source.close(&ending));
         let bad = |what: String| PackError::BadImage {
             path: name.clone(),
             what,

@@ -17,7 +17,9 @@ use std::time::SystemTime;
 use fs_err as fs;
 
 use super::open::ReadCacheOptions;
-use super::{BlobStore, BlobWriter, Disagreement, ObjectInfo, PutMode, PutOutcome, Span};
+use super::{
+    BlobStore, BlobWriter, Disagreement, Leftovers, ObjectInfo, PutMode, PutOutcome, Span,
+};
 use crate::codec;
 use crate::digest::Digest;
 use crate::error::Result;
@@ -255,6 +257,24 @@ impl BlobStore for CachedStore {
     fn delete(&self, key: &Key) -> Result<bool> {
         self.forget(key);
         self.inner.delete(key)
+    }
+
+    fn put_volatile(&self, key: &Key, bytes: &[u8]) -> Result<()> {
+        self.forget(key);
+        self.inner.put_volatile(key, bytes)
+    }
+
+    fn delete_volatile(&self, key: &Key) -> Result<bool> {
+        self.forget(key);
+        self.inner.delete_volatile(key)
+    }
+
+    fn leftovers(&self, remove: bool) -> Result<Leftovers> {
+        self.inner.leftovers(remove)
+    }
+
+    fn reserve(&self, keep: bool) -> Result<bool> {
+        self.inner.reserve(keep)
     }
 
     fn url(&self) -> String {

@@ -8,7 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::{BlobStore, BlobWriter, Disagreement, ObjectInfo, PutMode, PutOutcome, Span};
+use super::{
+    BlobStore, BlobWriter, Disagreement, Leftovers, ObjectInfo, PutMode, PutOutcome, Span,
+};
 use crate::error::{Result, StoreError};
 use crate::key::Key;
 
@@ -358,6 +360,24 @@ impl BlobStore for FaultStore {
     fn delete(&self, key: &Key) -> Result<bool> {
         let act = || self.inner.delete(key);
         self.call(Operation::Delete, key.as_str(), act, |value, _| Ok(value))
+    }
+
+    fn put_volatile(&self, key: &Key, bytes: &[u8]) -> Result<()> {
+        let act = || self.inner.put_volatile(key, bytes);
+        self.call(Operation::Put, key.as_str(), act, |(), _| Ok(()))
+    }
+
+    fn delete_volatile(&self, key: &Key) -> Result<bool> {
+        let act = || self.inner.delete_volatile(key);
+        self.call(Operation::Delete, key.as_str(), act, |value, _| Ok(value))
+    }
+
+    fn leftovers(&self, remove: bool) -> Result<Leftovers> {
+        self.inner.leftovers(remove)
+    }
+
+    fn reserve(&self, keep: bool) -> Result<bool> {
+        self.inner.reserve(keep)
     }
 
     fn url(&self) -> String {

@@ -2,12 +2,13 @@
 //!
 //! An object is written to a temporary, synced, then given its name by `link()`, which creates a
 //! name or fails and does so on NFS too; its directory is synced last. No locks are taken and no
-//! rename decides a race. Temporaries of processes that died are removed once they are a day old,
-//! by the filesystem's own clock.
+//! rename decides a race. Temporaries of processes that died are removed: of this machine's when it
+//! is known that they are dead, of others' once they are a day old by the filesystem's own clock.
 
 use std::collections::HashSet;
+use std::ffi::OsStr;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::io::{self, Read};
+use std::io::{self, Read, Write as _};
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -19,14 +20,19 @@ use fs_err as fs;
 use fs_err::os::unix::fs::FileExt;
 
 use super::disk::{Disk, System};
-use super::{BlobStore, BlobWriter, ObjectInfo, PutMode, PutOutcome};
+use super::{BlobStore, BlobWriter, Leftovers, ObjectInfo, PutMode, PutOutcome};
 use crate::buffers;
 use crate::error::{Result, StoreError};
+use crate::holder::Holder;
 use crate::key::Key;
 
 /// Age at which a temporary is taken for one of a dead process.
 const STALE: Duration = Duration::from_secs(24 * 60 * 60);
 const TEMPORARIES: &str = "tmp";
+/// What is given up when the disk is full, so that garbage can be collected. No key begins so.
+const RESERVE: &str = ".reserve";
+/// Its size in bytes: a lease and a list of a few hundred objects.
+const RESERVE_LEN: usize = 64 << 10;
 
 /// A store in a directory.
 #[derive(Debug)]
@@ -141,7 +147,7 @@ impl FileStore {
         let dir = self.root.join(TEMPORARIES);
         self.ensure_dir(&dir)?;
         for _ in 0..16 {
-            let path = dir.join(format!("{}-{:016x}", std::process::id(), random()));
+            let path = dir.join(format!("{}-{:016x}", writer(), random()));
             match self.disk.create_new(&path) {
                 Ok(file) => {
                     let disk = Arc::clone(&self.disk);
@@ -261,6 +267,24 @@ fn give_name(temporary: &Temporary, path: &Path, mode: PutMode) -> io::Result<Pu
     }
 }
 
+/// What names of this process's temporaries begin with.
+fn writer() -> String {
+    Holder::own().map_or_else(
+        || std::process::id().to_string(),
+        |holder| holder.to_string(),
+    )
+}
+
+/// Whether a temporary is of a process of this machine that is dead.
+fn is_abandoned(name: &OsStr) -> bool {
+    let holder = name.to_str().and_then(|name| name.rsplit_once('-'));
+    holder.is_some_and(|(holder, _)| {
+        holder
+            .parse::<Holder>()
+            .is_ok_and(|holder| holder.is_dead())
+    })
+}
+
 /// 64 bits that no other process has: the standard library's random hash keys.
 fn random() -> u64 {
     RandomState::new().build_hasher().finish()
@@ -283,7 +307,8 @@ fn sweep(dir: &Path, fresh: &Temporary) {
             .modified()
             .ok()
             .and_then(|time| now.duration_since(time).ok());
-        if metadata.is_file() && age.is_some_and(|age| age > STALE) {
+        let is_stale = age.is_some_and(|age| age > STALE);
+        if metadata.is_file() && (is_stale || is_abandoned(&entry.file_name())) {
             match fresh.disk.remove_file(&entry.path()) {
                 Ok(()) => {
                     tracing::debug!(path = %entry.path().display(), "removed a stale temporary")
@@ -476,6 +501,70 @@ impl BlobStore for FileStore {
             Err(e) if self.is_absent(&e) => Ok(false),
             Err(e) => Err(self.fail("delete", key.as_str(), e)),
         }
+    }
+
+    fn leftovers(&self, remove: bool) -> Result<Leftovers> {
+        let mut found = Leftovers::default();
+        let dir = self.root.join(TEMPORARIES);
+        let fail = |e| self.fail("list", "tmp/", e);
+        if remove && !dir.is_dir() {
+            return Ok(found);
+        }
+        // It takes a file to tell the time by; on a full disk there may be none.
+        let fresh = remove.then(|| self.temporary().ok()).flatten();
+        let now = fresh.and_then(|fresh| fresh.file.metadata().ok()?.modified().ok());
+        let entries = match fs::read_dir(&dir) {
+            Ok(entries) => entries,
+            Err(e) if self.is_absent(&e) => return Ok(found),
+            Err(e) => return Err(fail(e)),
+        };
+        for entry in entries {
+            let entry = entry.map_err(fail)?;
+            let Ok(metadata) = fs::symlink_metadata(entry.path()) else {
+                continue; // it has its name by now
+            };
+            let modified = metadata.modified().ok();
+            let age = now.zip(modified);
+            let age = age.and_then(|(now, modified)| now.duration_since(modified).ok());
+            let dead = age.is_some_and(|age| age > STALE) || is_abandoned(&entry.file_name());
+            if remove && dead && self.disk.remove_file(&entry.path()).is_ok() {
+                found.removed_files += 1;
+                found.removed_bytes += metadata.len();
+            } else {
+                found.add(metadata.len(), modified);
+            }
+        }
+        Ok(found)
+    }
+
+    fn reserve(&self, keep: bool) -> Result<bool> {
+        let path = self.root.join(RESERVE);
+        let fail = |e| self.fail("write", RESERVE, e);
+        if !keep {
+            return match fs::remove_file(&path) {
+                Ok(()) => Ok(true),
+                Err(e) if self.is_absent(&e) => Ok(false),
+                Err(e) => Err(fail(e)),
+            };
+        }
+        let mut file = match fs::OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .open(&path)
+        {
+            Ok(file) => file,
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Ok(false),
+            Err(e) => return Err(fail(e)),
+        };
+        // Not zeros, which a filesystem may keep no room for.
+        let bytes: Vec<u8> = std::iter::repeat_with(|| fastrand::u8(..))
+            .take(RESERVE_LEN)
+            .collect();
+        if let Err(e) = file.write_all(&bytes) {
+            let _ = fs::remove_file(&path); // there is no room to keep
+            return Err(fail(e));
+        }
+        Ok(true)
     }
 
     fn url(&self) -> String {

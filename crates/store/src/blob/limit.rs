@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{BlobStore, BlobWriter, ObjectInfo, PutMode, PutOutcome, Span};
+use super::{BlobStore, BlobWriter, Leftovers, ObjectInfo, PutMode, PutOutcome, Span};
 use crate::error::Result;
 use crate::key::Key;
 
@@ -174,6 +174,24 @@ impl BlobStore for LimitedStore {
     fn delete(&self, key: &Key) -> Result<bool> {
         self.admit(0);
         self.inner.delete(key)
+    }
+
+    fn put_volatile(&self, key: &Key, bytes: &[u8]) -> Result<()> {
+        self.admit(bytes.len() as u64);
+        self.inner.put_volatile(key, bytes)
+    }
+
+    fn delete_volatile(&self, key: &Key) -> Result<bool> {
+        self.admit(0);
+        self.inner.delete_volatile(key)
+    }
+
+    fn leftovers(&self, remove: bool) -> Result<Leftovers> {
+        self.inner.leftovers(remove)
+    }
+
+    fn reserve(&self, keep: bool) -> Result<bool> {
+        self.inner.reserve(keep)
     }
 
     fn url(&self) -> String {

@@ -15,7 +15,9 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{BlobStore, BlobWriter, Disagreement, ObjectInfo, PutMode, PutOutcome, Span};
+use super::{
+    BlobStore, BlobWriter, Disagreement, Leftovers, ObjectInfo, PutMode, PutOutcome, Span,
+};
 use crate::error::{Result, StoreError};
 use crate::key::Key;
 use crate::layer::again::is_wrong;
@@ -327,6 +329,22 @@ impl BlobStore for MirrorStore {
 
     fn delete(&self, key: &Key) -> Result<bool> {
         self.first.store.delete(key)
+    }
+
+    fn put_volatile(&self, key: &Key, bytes: &[u8]) -> Result<()> {
+        self.first.store.put_volatile(key, bytes)
+    }
+
+    fn delete_volatile(&self, key: &Key) -> Result<bool> {
+        self.first.store.delete_volatile(key)
+    }
+
+    fn leftovers(&self, remove: bool) -> Result<Leftovers> {
+        self.first.store.leftovers(remove)
+    }
+
+    fn reserve(&self, keep: bool) -> Result<bool> {
+        self.first.store.reserve(keep)
     }
 
     fn url(&self) -> String {

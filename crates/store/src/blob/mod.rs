@@ -41,7 +41,7 @@ pub use open::{OpenOptions, ReadCacheOptions, S3Credentials, open, open_url};
 pub use remote::Timeouts;
 pub use retry::{RetryPolicy, RetryStore};
 pub use s3::S3Store;
-pub use span::{Disagreement, Span};
+pub use span::{Disagreement, Leftovers, Span};
 
 use crate::error::Result;
 use crate::key::Key;
@@ -131,7 +131,8 @@ pub trait BlobStore: Send + Sync + fmt::Debug {
         self.put(key, bytes, PutMode::Overwrite).map(|_| ())
     }
 
-    /// As [`BlobStore::delete`], but a crash of the machine holding the store may bring it back.
+    /// As [`BlobStore::delete`], but a crash of the machine holding the store may bring it back,
+    /// and the answer may be `true` where there was none: a backend need not look.
     ///
     /// # Errors
     /// If the backend fails.
@@ -162,6 +163,27 @@ pub trait BlobStore: Send + Sync + fmt::Debug {
     /// as reads came upon them since the last call. Empty for a store of one address.
     fn take_disagreements(&self) -> Vec<Disagreement> {
         Vec::new()
+    }
+
+    /// What lies in the store that was to become objects, of all processes. With `remove`, what
+    /// processes of this machine left that are dead is removed, and what is older than a day.
+    ///
+    /// # Errors
+    /// If the backend fails.
+    fn leftovers(&self, remove: bool) -> Result<Leftovers> {
+        let _ = remove;
+        Ok(Leftovers::default())
+    }
+
+    /// Room that is kept for collecting garbage on a full disk: with `keep` it is taken if it is
+    /// not there, else it is given up, for the caller to use. Whether something changed. A store
+    /// whose room is not its own has none.
+    ///
+    /// # Errors
+    /// If the backend fails.
+    fn reserve(&self, keep: bool) -> Result<bool> {
+        let _ = keep;
+        Ok(false)
     }
 
     /// The store's address, for messages and for opening it again.

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use super::{BlobStore, BlobWriter, ObjectInfo, PutMode, PutOutcome, Span};
+use super::{BlobStore, BlobWriter, Leftovers, ObjectInfo, PutMode, PutOutcome, Span};
 use crate::error::{Result, StoreError};
 use crate::key::Key;
 
@@ -261,6 +261,22 @@ impl BlobStore for RetryStore {
 
     fn delete(&self, key: &Key) -> Result<bool> {
         self.run(|| self.inner.delete(key))
+    }
+
+    fn put_volatile(&self, key: &Key, bytes: &[u8]) -> Result<()> {
+        self.run(|| self.inner.put_volatile(key, bytes))
+    }
+
+    fn delete_volatile(&self, key: &Key) -> Result<bool> {
+        self.run(|| self.inner.delete_volatile(key))
+    }
+
+    fn leftovers(&self, remove: bool) -> Result<Leftovers> {
+        self.inner.leftovers(remove)
+    }
+
+    fn reserve(&self, keep: bool) -> Result<bool> {
+        self.inner.reserve(keep)
     }
 
     fn url(&self) -> String {

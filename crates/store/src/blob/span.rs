@@ -1,6 +1,10 @@
-//! A part of an object to read, and what addresses of one store do not agree about.
+//! What answers of a store are about: a part of an object, what addresses of one store do not agree
+//! about, and what lies there that is no object.
 
 use std::ops::Range;
+use std::time::SystemTime;
+
+use serde::Serialize;
 
 use super::BlobStore;
 use crate::error::{Result, StoreError};
@@ -78,4 +82,31 @@ pub struct Disagreement {
     pub good: String,
     /// What was wrong there.
     pub what: String,
+}
+
+/// Temporaries: what writers are at, and what dead ones left. Sizes in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct Leftovers {
+    /// Files that are there.
+    pub files: u64,
+    /// Their sizes.
+    pub bytes: u64,
+    /// When the oldest was written last, in seconds since 1970 by the store's clock.
+    pub oldest: Option<u64>,
+    /// Files that were removed: their writers are dead.
+    pub removed_files: u64,
+    /// Their sizes.
+    pub removed_bytes: u64,
+}
+
+impl Leftovers {
+    pub(crate) fn add(&mut self, bytes: u64, modified: Option<SystemTime>) {
+        self.files += 1;
+        self.bytes += bytes;
+        let since = |time: SystemTime| time.duration_since(SystemTime::UNIX_EPOCH).ok();
+        if let Some(time) = modified.and_then(since) {
+            let time = time.as_secs();
+            self.oldest = Some(self.oldest.map_or(time, |oldest| oldest.min(time)));
+        }
+    }
 }

@@ -41,6 +41,11 @@ impl Prelude {
         }
     }
 
+    /// Whether it begins with this magic.
+    pub(crate) fn has_magic(&self, magic: &[u8; 8]) -> bool {
+        &self.magic == magic
+    }
+
     /// Checks magic and version. Comes before the checksum: another version may lay out and sum
     /// what follows in another way.
     pub(crate) fn check_start(

@@ -146,9 +146,11 @@ impl LayerStore {
             findings.add(&error, None);
         }
         let mut packs = BTreeMap::new();
+        let unlisted = marks.unlisted_packs(self, &objects)?;
         let listed: Vec<&ObjectInfo> = objects
             .iter()
             .filter(|object| object.key.as_str().starts_with("packs/"))
+            .chain(&unlisted)
             .collect();
         let frames = Mutex::new(0_u64);
         for part in listed.chunks(16) {
@@ -168,7 +170,17 @@ impl LayerStore {
         report.frames = frames.into_inner().unwrap_or_default();
         let mut parts = self.audit_layers(&marks, &packs, &mut findings)?;
         self.audit_signatures(&objects, &marks, &mut findings)?;
-        self.audit_index(&objects, &marks, &packs, &mut findings, &mut report)?;
+        // An index names what is listed.
+        let unlisted = unlisted.iter().filter_map(|object| object.key.digest());
+        let unlisted = unlisted.collect();
+        self.audit_index(
+            &objects,
+            &marks,
+            &packs,
+            &unlisted,
+            &mut findings,
+            &mut report,
+        )?;
         self.audit_orphans(&objects, &marks, &mut findings, &mut report)?;
         for found in self.blobs().take_disagreements() {
             findings.add(&found.to_error(), None); // no layer is the worse for it
@@ -391,6 +403,7 @@ impl LayerStore {
         objects: &[ObjectInfo],
         marks: &Marks,
         packs: &BTreeMap<Digest, Pack>,
+        unlisted: &BTreeSet<Digest>,
         findings: &mut Findings,
         report: &mut AuditReport,
     ) -> Result<()> {
@@ -415,7 +428,8 @@ impl LayerStore {
                 "indexes name {stale} packs that are gone or damaged; prune or repair tidies that up"
             ));
         }
-        for id in packs.keys().filter(|id| !named.contains(id)) {
+        let expected = packs.keys().filter(|id| !unlisted.contains(id));
+        for id in expected.filter(|id| !named.contains(id)) {
             let key = Key::pack(id);
             if marks.reason(&key).is_some() {
                 report.warnings.push(format!(

@@ -16,9 +16,9 @@ use super::lease::{Lease, LeaseKind, Leases, random_id, store_time, this_process
 use super::mark::{Marks, Reason, Unknown, mark};
 use super::parallel;
 use super::session::SESSION_TTL;
-use crate::blob::{ObjectInfo, PutMode};
+use crate::blob::{Leftovers, ObjectInfo, PutMode};
 use crate::digest::Digest;
-use crate::error::Result;
+use crate::error::{Result, StoreError};
 use crate::format::index::{HEADER_LEN, IndexPack, PACK_LEN, pack_count, packs_in};
 use crate::key::Key;
 use crate::layer::LayerStore;
@@ -50,15 +50,17 @@ impl Amount {
     }
 }
 
-/// A condemned list whose objects are still there.
+/// Condemned lists whose objects are still there and that wait for the same thing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Waiting {
-    /// The list's identity.
-    pub list: String,
-    /// What is in it, used again or not.
+    /// The lists' identities.
+    pub lists: Vec<String>,
+    /// What is in them, used again or not.
     pub amount: Amount,
-    /// What it waits for.
+    /// What they wait for.
     pub why: String,
+    #[serde(skip)]
+    hindrance: Hindrance,
 }
 
 /// What a collection did, or would do.
@@ -76,6 +78,8 @@ pub struct GcReport {
     pub deleted: Amount,
     /// Lists whose objects are still there.
     pub waiting: Vec<Waiting>,
+    /// What lies in the store that was to become objects.
+    pub temporaries: Leftovers,
     /// What could not be read and therefore counts as used, and other things to know; one line each.
     pub problems: Vec<String>,
 }
@@ -108,11 +112,42 @@ struct Collector<'a> {
 }
 
 /// Why a list was not swept.
+#[derive(Debug, Clone, PartialEq, Eq)]
 enum Hindrance {
-    /// For a while: say so.
-    Wait(String),
+    /// Its grace period: so many seconds more.
+    Grace(u64),
+    /// A writer that does not know it.
+    Writer(String),
+    /// Another collector is at it.
+    Collector,
     /// Something cannot be read.
     Doubt,
+}
+
+impl Hindrance {
+    /// Whether it passes by itself.
+    fn passes(&self) -> bool {
+        self != &Self::Doubt
+    }
+
+    /// One hindrance for both, if they are alike.
+    fn joined(&self, other: &Self) -> Option<Self> {
+        match (self, other) {
+            (Self::Grace(a), Self::Grace(b)) => Some(Self::Grace(*a.max(b))),
+            (a, b) => (a == b).then(|| a.clone()),
+        }
+    }
+
+    fn words(&self, lists: usize) -> String {
+        let them = if lists == 1 { "it" } else { "them" };
+        match self {
+            Self::Grace(seconds) if lists == 1 => format!("its grace period, {seconds} s more"),
+            Self::Grace(seconds) => format!("their grace periods, up to {seconds} s more"),
+            Self::Writer(writer) => format!("the writer {writer}, which began before {them}"),
+            Self::Collector => "another collector".to_owned(),
+            Self::Doubt => "what cannot be read: see the problems".to_owned(),
+        }
+    }
 }
 
 impl LayerStore {
@@ -135,18 +170,23 @@ impl LayerStore {
             },
         };
         if options.dry_run {
+            collector.report.temporaries = self.blobs().leftovers(false)?;
             collector.run()?;
             return Ok(collector.report);
         }
+        // First what needs no room, so that there is some for what does.
+        collector.report.temporaries = self.blobs().leftovers(true)?;
         let key = Key::lease(&format!("collector-{}", collector.id))?;
-        let mut lease = Lease::new(LeaseKind::Collector, this_process(), SESSION_TTL);
         let begun = Instant::now();
-        lease.put(&**self.blobs(), &key)?;
+        collector.announce(&key)?;
         let time = store_time(&**self.blobs(), &key, Duration::ZERO)?;
         collector.clock = time.map(|time| (time, begun));
         let result = collector.run();
         if let Err(error) = self.blobs().delete_volatile(&key) {
             tracing::debug!(%key, %error, "the collector's lease ends by its age");
+        }
+        if let Err(error) = self.blobs().reserve(true) {
+            tracing::debug!("no room is kept for collecting on a full disk: {error}");
         }
         result.map(|()| collector.report)
     }
@@ -173,6 +213,19 @@ impl Collector<'_> {
             .and_then(|(time, at)| time.checked_add(at.elapsed()))
     }
 
+    /// Writes the collector's lease. It protects nothing and tells the store's time, so that an
+    /// empty one will do where there is no room for more.
+    fn announce(&mut self, key: &Key) -> Result<()> {
+        let blobs = self.store.blobs();
+        let mut lease = Lease::new(LeaseKind::Collector, this_process(), SESSION_TTL);
+        match lease.put(&**blobs, key) {
+            Err(StoreError::NoSpace { .. }) => {}
+            done => return done,
+        }
+        tracing::info!("the store is full: collecting with what room there is");
+        blobs.put_volatile(key, b"")
+    }
+
     fn run(&mut self) -> Result<()> {
         let blobs = self.store.blobs();
         let leases = self.leases()?;
@@ -187,27 +240,28 @@ impl Collector<'_> {
         let condemned = Condemned::read(&**blobs)?;
         self.report.problems.extend(marks.problems.iter().cloned());
         self.drop_damaged(&condemned)?;
-        let mut listed: BTreeSet<String> = BTreeSet::new();
+        let mut listed: BTreeMap<String, Reason> = BTreeMap::new();
         for list in condemned.lists {
             let left = self.options.grace.saturating_sub(self.age(&list));
             let hindrance = if left.is_zero() {
                 self.sweep(&list)?
             } else {
-                Some(Hindrance::Wait(format!(
-                    "its grace period, {} s more",
-                    left.as_secs() + 1
-                )))
+                Some(Hindrance::Grace(left.as_secs() + 1))
             };
             if let Some(hindrance) = hindrance {
+                let reason = match hindrance {
+                    Hindrance::Grace(_) => Reason::Grace,
+                    _ => Reason::Waiting,
+                };
                 self.wait_for(&list, hindrance);
-                listed.extend(list.keys);
+                listed.extend(list.keys.into_iter().map(|key| (key, reason)));
             }
         }
         let fresh: BTreeSet<String> = unused
             .iter()
             .filter(|key| self.sizes.contains_key(key)) // not deleted just now
             .map(Key::to_string)
-            .filter(|key| !listed.contains(key))
+            .filter(|key| !listed.contains_key(key))
             .collect();
         self.count_kept(&marks, &objects, &fresh, &listed);
         self.condemn(fresh)
@@ -275,7 +329,7 @@ impl Collector<'_> {
         marks: &Marks,
         objects: &[ObjectInfo],
         fresh: &BTreeSet<String>,
-        listed: &BTreeSet<String>,
+        listed: &BTreeMap<String, Reason>,
     ) {
         for object in objects {
             let key = object.key.as_str();
@@ -285,8 +339,8 @@ impl Collector<'_> {
                 Reason::Store
             } else if let Some(reason) = reason_of(marks, &object.key) {
                 reason
-            } else if listed.contains(key) {
-                Reason::Grace
+            } else if let Some(reason) = listed.get(key) {
+                *reason
             } else {
                 Reason::Unknown
             };
@@ -306,15 +360,22 @@ impl Collector<'_> {
     }
 
     fn wait_for(&mut self, list: &CondemnedList, hindrance: Hindrance) {
-        let why = match hindrance {
-            Hindrance::Wait(why) => why,
-            Hindrance::Doubt => "what cannot be read: see the problems".to_owned(),
-        };
         let amount = self.amount(&list.keys);
+        for waiting in &mut self.report.waiting {
+            if let Some(joined) = waiting.hindrance.joined(&hindrance) {
+                waiting.lists.push(list.id.clone());
+                waiting.amount.objects += amount.objects;
+                waiting.amount.bytes += amount.bytes;
+                waiting.why = joined.words(waiting.lists.len());
+                waiting.hindrance = joined;
+                return;
+            }
+        }
         self.report.waiting.push(Waiting {
-            list: list.id.clone(),
+            lists: vec![list.id.clone()],
             amount,
-            why,
+            why: hindrance.words(1),
+            hindrance,
         });
     }
 
@@ -337,42 +398,77 @@ impl Collector<'_> {
     }
 
     fn condemn(&mut self, keys: BTreeSet<String>) -> Result<()> {
-        self.report.condemned = self.amount(&keys);
         if keys.is_empty() || self.options.dry_run {
+            self.report.condemned = self.amount(&keys);
             return Ok(());
         }
         // In the order of the families: while manifests are left, nothing that they use is taken
         // for a part of another list only.
         let mut ordered: Vec<String> = keys.into_iter().collect();
         ordered.sort_by_key(|key| family(key));
-        let mut lists = Vec::new();
-        for (number, part) in ordered.chunks(MAX_KEYS).enumerate() {
-            let list = CondemnedList::new(
-                format!("{}.{number}", self.id),
-                this_process(),
-                part.iter().cloned().collect(),
-            );
-            list.put(&**self.store.blobs())?;
-            lists.push(list);
-        }
-        let begun = Instant::now();
-        if self.options.wait {
-            while let Some(left) = self.options.grace.checked_sub(begun.elapsed()) {
-                std::thread::sleep(left.min(Duration::from_secs(1)));
+        let mut rest = ordered.as_slice();
+        let due = self.options.wait || self.options.grace.is_zero();
+        while !rest.is_empty() {
+            let deleted = self.report.deleted;
+            let (lists, left) = self.write_lists(rest)?;
+            for list in &lists {
+                let amount = self.amount(&list.keys);
+                self.report.condemned.objects += amount.objects;
+                self.report.condemned.bytes += amount.bytes;
             }
-        }
-        for list in lists {
-            let due = self.options.wait || self.options.grace.is_zero();
-            let hindrance = if due {
-                self.sweep_patiently(&list)?
-            } else {
-                Some(Hindrance::Wait("its grace period".to_owned()))
-            };
-            if let Some(hindrance) = hindrance {
-                self.wait_for(&list, hindrance);
+            let begun = Instant::now();
+            if self.options.wait {
+                while let Some(left) = self.options.grace.checked_sub(begun.elapsed()) {
+                    std::thread::sleep(left.min(Duration::from_secs(1)));
+                }
+            }
+            for list in lists {
+                let hindrance = if due {
+                    self.sweep_patiently(&list)?
+                } else {
+                    Some(Hindrance::Grace(self.options.grace.as_secs()))
+                };
+                if let Some(hindrance) = hindrance {
+                    self.wait_for(&list, hindrance);
+                }
+            }
+            rest = left;
+            if !rest.is_empty() && self.report.deleted == deleted {
+                self.report.problems.push(format!(
+                    "the store is full: there is no room to condemn {} more objects; collect again when those are deleted that are condemned",
+                    rest.len()
+                ));
+                break;
             }
         }
         Ok(())
+    }
+
+    /// Condemns as many of these objects as there is room for, at least one. What is left.
+    fn write_lists<'k>(&self, keys: &'k [String]) -> Result<(Vec<CondemnedList>, &'k [String])> {
+        let blobs = self.store.blobs();
+        let mut rest = keys;
+        let mut most = MAX_KEYS;
+        let mut lists: Vec<CondemnedList> = Vec::new();
+        while !rest.is_empty() {
+            let (part, others) = rest.split_at_checked(most).unwrap_or((rest, &[]));
+            let list = CondemnedList::new(
+                format!("{}.{}", random_id()?, lists.len()),
+                this_process(),
+                part.iter().cloned().collect(),
+            );
+            match list.put(&**blobs) {
+                Ok(()) => {
+                    lists.push(list);
+                    rest = others;
+                }
+                Err(StoreError::NoSpace { .. }) if blobs.reserve(false)? => {}
+                Err(StoreError::NoSpace { .. }) if part.len() > 1 => most = part.len() / 2,
+                Err(StoreError::NoSpace { .. }) if !lists.is_empty() => break,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok((lists, rest))
     }
 
     /// With `wait`, also waits for the writers that were at work.
@@ -380,8 +476,10 @@ impl Collector<'_> {
         let begun = Instant::now();
         loop {
             match self.sweep(list)? {
-                Some(Hindrance::Wait(_))
-                    if self.options.wait && begun.elapsed() < 2 * SESSION_TTL =>
+                Some(hindrance)
+                    if hindrance.passes()
+                        && self.options.wait
+                        && begun.elapsed() < 2 * SESSION_TTL =>
                 {
                     std::thread::sleep(Duration::from_millis(500));
                 }
@@ -400,7 +498,7 @@ impl Collector<'_> {
         let others = Condemned::sweeps(&**blobs)?;
         let live = |s: &super::condemned::Sweep| s.list == list.id && s.is_live(self.now());
         if others.iter().any(live) {
-            return Ok(Some(Hindrance::Wait("another collector".to_owned())));
+            return Ok(Some(Hindrance::Collector));
         }
         if self.options.dry_run {
             let marks = mark(self.store, &before)?;
@@ -503,12 +601,7 @@ fn ignorant(leases: &Leases, list: &str) -> Option<Hindrance> {
         .live
         .iter()
         .find(|(_, lease)| lease.kind == LeaseKind::Session && !lease.knows.contains(list))
-        .map(|(key, lease)| {
-            Hindrance::Wait(format!(
-                "the writer {} ({key}), which began before it",
-                lease.who
-            ))
-        })
+        .map(|(key, lease)| Hindrance::Writer(format!("{} ({key})", lease.who)))
 }
 
 /// Why a collected object stays.
@@ -549,9 +642,12 @@ impl Heart {
     fn put(&mut self, store: &LayerStore) -> Result<()> {
         let begun = super::session::BootInstant::now();
         let text = this_process();
-        store
-            .blobs()
-            .put(&self.key, text.as_bytes(), PutMode::Overwrite)?;
+        let blobs = store.blobs();
+        match blobs.put(&self.key, text.as_bytes(), PutMode::Overwrite) {
+            // What is in it is for people.
+            Err(StoreError::NoSpace { .. }) => blobs.put(&self.key, b"", PutMode::Overwrite)?,
+            put => put?,
+        };
         self.beaten = begun;
         Ok(())
     }
@@ -560,7 +656,7 @@ impl Heart {
     fn keep(&mut self, store: &LayerStore) -> Result<()> {
         let age = self.beaten.elapsed();
         if age > SWEEP_TTL / 2 {
-            return Err(crate::error::StoreError::LeaseLost {
+            return Err(StoreError::LeaseLost {
                 store: store.url().to_owned(),
                 key: self.key.to_string(),
             });

@@ -7,7 +7,9 @@ use std::sync::Arc;
 
 use super::mark::places_of;
 use super::session::Session;
-use crate::blob::{BlobStore, BlobWriter, Disagreement, ObjectInfo, PutMode, PutOutcome, Span};
+use crate::blob::{
+    BlobStore, BlobWriter, Disagreement, Leftovers, ObjectInfo, PutMode, PutOutcome, Span,
+};
 use crate::digest::Digest;
 use crate::error::{Result, StoreError};
 use crate::key::Key;
@@ -162,6 +164,14 @@ impl BlobStore for Guarded {
 
     fn delete_volatile(&self, key: &Key) -> Result<bool> {
         self.inner.delete_volatile(key)
+    }
+
+    fn leftovers(&self, remove: bool) -> Result<Leftovers> {
+        self.inner.leftovers(remove)
+    }
+
+    fn reserve(&self, keep: bool) -> Result<bool> {
+        self.inner.reserve(keep)
     }
 
     fn url(&self) -> String {

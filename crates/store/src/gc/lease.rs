@@ -14,6 +14,7 @@ use super::session::SESSION_TTL;
 use crate::blob::{BlobStore, ObjectInfo, PutMode, Span};
 use crate::digest::Digest;
 use crate::error::{FormatError, Result, StoreError};
+use crate::holder::Holder;
 use crate::key::Key;
 use crate::layer::again::read_checked;
 
@@ -22,6 +23,8 @@ pub(super) const NAME: &str = "lease";
 const MAX_LEASE: u64 = 16 << 20;
 /// No lease lasts longer without being renewed, whatever it says.
 const MAX_TTL: Duration = Duration::from_secs(2 * 24 * 60 * 60);
+/// Age of a lease whose holder is dead at which no request of it is under way any more.
+const ABANDONED: Duration = Duration::from_secs(SESSION_TTL.as_secs() / 5);
 /// Where the store has no clock, the holder's and the reader's clocks may differ by this much.
 const SKEW: Duration = Duration::from_secs(24 * 60 * 60);
 
@@ -52,6 +55,9 @@ pub struct Lease {
     pub renewed: u64,
     /// Seconds that it lasts without being renewed.
     pub ttl: u64,
+    /// Which process holds a session's or a collector's: FORMAT.md, "Lease".
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    holder: Option<String>,
     /// Digests of the manifests that it keeps, with all that they name.
     #[serde(default)]
     pub manifests: BTreeSet<Digest>,
@@ -73,6 +79,12 @@ impl Lease {
             started: now,
             renewed: now,
             ttl: ttl.as_secs().max(1),
+            holder: match kind {
+                LeaseKind::Node => None, // its mounts outlive the process
+                LeaseKind::Session | LeaseKind::Collector => {
+                    Holder::own().map(|holder| holder.to_string())
+                }
+            },
             manifests: BTreeSet::new(),
             knows: BTreeSet::new(),
             claims: BTreeSet::new(),
@@ -102,6 +114,27 @@ impl Lease {
             return Err(FormatError::newer(NAME, what));
         }
         Ok(lease)
+    }
+
+    /// Whether its holder is a process of this machine that is dead, and nothing that it asked for
+    /// can take effect any more: where the store's own writes end with the process, at once, else
+    /// after it must have renewed the lease. `false` in doubt.
+    fn is_abandoned(
+        &self,
+        blobs: &dyn BlobStore,
+        modified: Option<SystemTime>,
+        now: Option<SystemTime>,
+    ) -> bool {
+        let holder = self
+            .holder
+            .as_deref()
+            .and_then(|text| text.parse::<Holder>().ok());
+        if self.kind == LeaseKind::Node || !holder.is_some_and(|holder| holder.is_dead()) {
+            return false;
+        }
+        let age = now.zip(modified);
+        let age = age.and_then(|(now, modified)| now.duration_since(modified).ok());
+        blobs.decides_races() || age.is_some_and(|age| age > ABANDONED)
     }
 
     /// Whether its holder has not renewed it in time. `false` in doubt.
@@ -155,13 +188,30 @@ impl Leases {
         let mut leases = Self::default();
         for ObjectInfo { key, modified, .. } in blobs.list("leases/")? {
             let whole = Span::Whole { max_len: MAX_LEASE };
+            let collector = key.as_str().starts_with("leases/collector-");
             let read = read_checked(blobs, &key, &whole, &mut |bytes| {
-                Lease::parse(bytes).map_err(|e| StoreError::format(&blobs.url(), key.as_str(), &e))
+                // A collector on a full disk writes an empty one, for its age: it protects nothing.
+                if collector && bytes.is_empty() {
+                    return Ok(None);
+                }
+                Lease::parse(bytes)
+                    .map(Some)
+                    .map_err(|e| StoreError::format(&blobs.url(), key.as_str(), &e))
             });
             match read {
                 Ok(None) => {} // released meanwhile
-                Ok(Some(lease)) if lease.has_expired(modified, now) => leases.expired.push(key),
-                Ok(Some(lease)) => {
+                Ok(Some(None)) => {
+                    if is_too_old(&key, modified, now) {
+                        leases.expired.push(key);
+                    }
+                }
+                Ok(Some(Some(lease)))
+                    if lease.has_expired(modified, now)
+                        || lease.is_abandoned(blobs, modified, now) =>
+                {
+                    leases.expired.push(key);
+                }
+                Ok(Some(Some(lease))) => {
                     leases.live.insert(key, lease);
                 }
                 Err(error) if error.is_damage() && is_too_old(&key, modified, now) => {

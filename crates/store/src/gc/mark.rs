@@ -4,13 +4,13 @@
 //! lease, a manifest that cannot be read), everything counts as used; where it cannot be told in
 //! which packs a layer lies, all packs do.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use serde::Serialize;
 
 use super::lease::Leases;
 use super::parallel;
-use crate::blob::{BlobStore, Span};
+use crate::blob::{BlobStore, ObjectInfo, Span};
 use crate::digest::Digest;
 use crate::error::{Result, StoreError};
 use crate::format::locator::{MAX_LOCATOR_BYTES, Places};
@@ -37,6 +37,9 @@ pub enum Reason {
     Store,
     /// It was condemned and waits for the end of its grace period.
     Grace,
+    /// It was condemned, its grace period is over, and something else keeps it from being deleted:
+    /// a writer that began before, another collector.
+    Waiting,
     /// It cannot be told whether something uses it.
     Unknown,
 }
@@ -116,6 +119,30 @@ impl Marks {
     /// Why a layer's content is kept, by its identity.
     pub(super) fn reason_of_content(&self, id: &Digest) -> Option<Reason> {
         self.contents.get(id).copied()
+    }
+
+    /// Packs that are used and that the store has although it does not list them: in a registry
+    /// where a layer was copied to by its tag alone, they are found through the layer.
+    pub(super) fn unlisted_packs(
+        &self,
+        store: &LayerStore,
+        listed: &[ObjectInfo],
+    ) -> Result<Vec<ObjectInfo>> {
+        let listed: HashSet<&Key> = listed.iter().map(|object| &object.key).collect();
+        let mut keys: Vec<&Key> = (self.used.keys())
+            .filter(|key| key.as_str().starts_with("packs/") && !listed.contains(key))
+            .collect();
+        keys.sort_unstable();
+        let sizes = parallel::map(&keys, |key| store.blobs().size(key));
+        let mut found = Vec::new();
+        for (key, size) in keys.into_iter().zip(sizes) {
+            found.extend(size?.map(|size| ObjectInfo {
+                key: key.clone(),
+                size,
+                modified: None,
+            }));
+        }
+        Ok(found)
     }
 
     fn mark(&mut self, key: Key, reason: Reason) {

@@ -91,9 +91,17 @@ impl LayerStore {
                 self.compact(&options, &mut report)?;
                 self.tidy_index(true, &mut report)?;
             } else {
-                let store = self.guarded()?;
-                store.compact(&options, &mut report)?;
-                store.tidy_index(false, &mut report)?;
+                let compacted = self.guarded().and_then(|store| {
+                    store.compact(&options, &mut report)?;
+                    store.tidy_index(false, &mut report)
+                });
+                match compacted {
+                    // What can be collected makes room for the next time.
+                    Err(error @ StoreError::NoSpace { .. }) => {
+                        report.problems.push(format!("not compacted: {error}"));
+                    }
+                    done => done?,
+                }
             }
         }
         report.gc = self.collect(GcOptions {

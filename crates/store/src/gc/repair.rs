@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Serialize;
 
 use super::lease::Leases;
-use super::mark::{UsedLayer, mark};
+use super::mark::{Marks, UsedLayer, mark};
 use super::parallel;
 use crate::digest::Digest;
 use crate::error::{Result, StoreError};
@@ -98,14 +98,16 @@ impl LayerStore {
                 .mended
                 .push(format!("{} written anew", Key::marker()));
         }
-        let packs = store.repair_index(&mut report)?;
-        store.repair_layers(&packs, &mut report)?;
+        let leases = Leases::read(&**store.blobs(), None)?;
+        let marks = mark(&store, &leases)?;
+        let packs = store.repair_index(&marks, &mut report)?;
+        store.repair_layers(marks, &packs, &mut report)?;
         report.lost.sort_by(|a, b| a.object.cmp(&b.object));
         Ok(report)
     }
 
     /// Has a sound index name each sound pack. The packs that are sound.
-    fn repair_index(&self, report: &mut RepairReport) -> Result<BTreeSet<PackLoc>> {
+    fn repair_index(&self, marks: &Marks, report: &mut RepairReport) -> Result<BTreeSet<PackLoc>> {
         let mut named: BTreeSet<PackLoc> = BTreeSet::new();
         let mut damaged: Vec<Key> = Vec::new();
         for object in self.blobs().list("index/")? {
@@ -121,6 +123,22 @@ impl LayerStore {
         }
         let listed = self.blobs().list("packs/")?;
         let mut sound = BTreeSet::new();
+        for object in marks.unlisted_packs(self, &listed)? {
+            let Some(id) = object.key.digest() else {
+                continue;
+            };
+            match self.structure_of_pack(&id, object.size) {
+                Ok(_) => {
+                    report.packs += 1;
+                    sound.insert(PackLoc {
+                        id,
+                        size: object.size,
+                    });
+                }
+                Err(error) if error.is_damage() => report.lose(&error, Vec::new()),
+                Err(error) => return Err(error),
+            }
+        }
         // A pack's table is only kept while its index is made.
         for part in listed.chunks(32) {
             let read = parallel::map(part, |object| {
@@ -163,9 +181,12 @@ impl LayerStore {
     }
 
     /// Checks what each layer names, and writes locators anew that do not lead to sound packs.
-    fn repair_layers(&self, packs: &BTreeSet<PackLoc>, report: &mut RepairReport) -> Result<()> {
-        let leases = Leases::read(&**self.blobs(), None)?;
-        let marks = mark(self, &leases)?;
+    fn repair_layers(
+        &self,
+        marks: Marks,
+        packs: &BTreeSet<PackLoc>,
+        report: &mut RepairReport,
+    ) -> Result<()> {
         for root in marks.unreadable {
             // A locator can be made again, which is seen to below.
             if !object_of(&root.error).starts_with("locators/") {

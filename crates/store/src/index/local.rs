@@ -49,6 +49,8 @@ const MAX_RUNS: usize = 12;
 const STALE: Duration = Duration::from_secs(60 * 60);
 /// How long to wait for another process that reads the same segments.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Digests that are looked up together, at most: 8 MiB of them.
+const MAX_BATCH: usize = 1 << 18;
 /// Looks at store and directory before going on with what there is.
 const ATTEMPTS: usize = 4;
 
@@ -347,20 +349,20 @@ impl LocalIndex {
 
     /// How many of the digests have a place.
     pub(super) fn count_known(&self, digests: &[Digest], threads: usize) -> io::Result<u64> {
-        let share = digests.len().div_ceil(threads.max(1)).max(1);
+        let share = digests.len().div_ceil(threads.max(1)).clamp(1, MAX_BATCH);
         let parts: Vec<&[Digest]> = digests.chunks(share).collect();
         let mut known = 0;
+        // In the order in which the runs have them: neighbours share pages of the file and of the
+        // tables.
         let count = |part: &&[Digest]| -> io::Result<u64> {
-            let (mut buffer, mut found) = (Vec::new(), Vec::new());
-            let mut known = 0;
-            for digest in *part {
-                found.clear();
-                for run in &self.runs {
-                    run.find(digest, &mut buffer, &mut found)?;
-                }
-                known += u64::from(!found.is_empty());
+            let mut sorted = part.to_vec();
+            sorted.sort_unstable();
+            let mut known = vec![false; sorted.len()];
+            let mut buffer = Vec::new();
+            for run in &self.runs {
+                run.know(&sorted, &mut known, &mut buffer)?;
             }
-            Ok(known)
+            Ok(known.iter().map(|known| u64::from(*known)).sum())
         };
         let bounds = Bounds {
             threads,
@@ -458,6 +460,10 @@ fn scan(dir: &Path, live: &HashSet<Digest>, warnings: &mut Vec<String>) -> io::R
                 }
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => {} // merged meanwhile
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => {
+                tracing::debug!(path = %path.display(), "made again: it is of an older version");
+                let _ = fs_err::remove_file(&path);
+            }
             Err(error) if error.kind() == io::ErrorKind::InvalidData => {
                 removed(&path, &error, warnings);
             }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use zerocopy::little_endian::U32;
 
-use super::run::{CHUNK, CRC, Run, RunPack, block_of, check_block, damaged, to_usize};
+use super::run::{CHUNK, Run, RunPack, block_of, chunks_of, damaged, to_usize};
 use super::run_writer::RunWriter;
 use crate::digest::Digest;
 use crate::format::index::{IndexPack, WireChunk};
@@ -145,7 +145,7 @@ impl Cursor<'_> {
         }
         let starts = self.run.starts()?;
         let start = |b: u64| starts.get(to_usize(b)).copied().unwrap_or(0);
-        let len = u64::from(start(self.next_block + 1) - start(self.next_block)) * CHUNK + CRC;
+        let len = u64::from(start(self.next_block + 1) - start(self.next_block)) * CHUNK;
         let bytes = self
             .piece
             .get(self.at..self.at.saturating_add(to_usize(len)))
@@ -153,7 +153,8 @@ impl Cursor<'_> {
         self.at += bytes.len();
         self.chunks.clear();
         self.used = 0;
-        for chunk in check_block(bytes)? {
+        for chunk in chunks_of(bytes)? {
+            let chunk = chunk.check()?;
             let pack = usize::try_from(chunk.pack.get())
                 .ok()
                 .and_then(|p| self.mapped.get(p))

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use zerocopy::IntoBytes;
 
 use super::run::{
-    BLOCKS_START, Header, MAX_BLOCK, RunPack, bits_for, block_of, damaged, filter_byte,
+    BLOCKS_START, Header, MAX_BLOCK, RunChunk, RunPack, bits_for, block_of, damaged, filter_byte,
 };
 use crate::digest::{Digest, Hasher as DigestHasher};
 use crate::format::index::WireChunk;
@@ -99,10 +99,8 @@ impl RunWriter {
     }
 
     fn end_block(&mut self) -> io::Result<()> {
-        let bytes = self.pending.as_bytes();
-        self.out.write_all(bytes)?;
-        self.out.write_all(&crc32c::crc32c(bytes).to_le_bytes())?;
         for chunk in &self.pending {
+            self.out.write_all(RunChunk::new(*chunk).as_bytes())?;
             let byte = [filter_byte(&chunk.digest)];
             self.filter_crc = crc32c::crc32c_append(self.filter_crc, &byte);
             self.filter.write_all(&byte)?;

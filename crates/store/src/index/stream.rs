@@ -125,10 +125,17 @@ pub(crate) fn segments(store: &LayerStore) -> Result<Vec<(Key, Option<Digest>, u
         .collect())
 }
 
-/// As [`segments`], listed until two lists agree: while a compaction writes and deletes, a single
-/// list may have neither a segment nor its replacement. A store that never rests is taken as it is.
+/// Keys that every backend lists in one answer: what it says was so at one moment.
+const ONE_ANSWER: usize = 1000;
+
+/// As [`segments`], listed until two lists agree: while a compaction writes and deletes, a list that
+/// is read in several steps may have neither a segment nor its replacement. A store that never rests
+/// is taken as it is. A directory is always read in steps.
 pub(crate) fn settled_segments(store: &LayerStore) -> Result<Vec<(Key, Option<Digest>, u64)>> {
     let mut listed = segments(store)?;
+    if listed.len() < ONE_ANSWER && !store.blobs().decides_races() {
+        return Ok(listed);
+    }
     for _ in 0..4 {
         let again = segments(store)?;
         if again == listed {

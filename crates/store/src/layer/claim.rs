@@ -96,7 +96,7 @@ impl LayerStore {
         let own = Key::claim(reference, manifest, fastrand::u64(..));
         let outcome = self.create_claimed(reference, manifest, &own, &target, object);
         // Whatever came of it. What stays is broken by others once it is stale.
-        if let Err(error) = self.blobs().delete(&own) {
+        if let Err(error) = self.blobs().delete_volatile(&own) {
             tracing::debug!("a claim stays: {error}");
         }
         outcome

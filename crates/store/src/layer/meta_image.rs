@@ -121,3 +121,8 @@ pub(super) fn compressed(level: i32, raw: &[u8]) -> Result<Vec<u8>, FormatError>
     object.push(raw)?;
     Ok(object.finish()?.stored)
 }
+
+/// Bytes that an object takes in a store when it is compressed at this level.
+pub(crate) fn stored_len(level: i32, raw: &[u8]) -> Result<u64> {
+    Ok(compressed(level, raw)?.len() as u64)
+}

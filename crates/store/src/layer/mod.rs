@@ -24,6 +24,7 @@ use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
+pub(crate) use meta_image::stored_len;
 pub use meta_image::{MetaImage, MetaWriter};
 pub use part::SeedMarker;
 pub(crate) use passed::Tables;
@@ -173,6 +174,25 @@ impl LayerStore {
         Ok(true)
     }
 
+    /// Whether there is a store at the address: its marker is there, or layers are that lost it. A
+    /// backend that cannot list is taken for one.
+    ///
+    /// # Errors
+    /// If the backend fails.
+    pub fn exists(&self) -> Result<bool> {
+        if self.check_marker()? {
+            return Ok(true);
+        }
+        for family in ["refs/", "packs/"] {
+            match self.inner.blobs.list(family) {
+                Ok(listed) if listed.is_empty() => {}
+                Ok(_) | Err(StoreError::NotSupported { .. }) => return Ok(true),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(false)
+    }
+
     /// Makes the store one if it is none yet. A warning if the marker was lost: looked at before
     /// the marker is written, so that another writer's first layer is not taken for an old one.
     pub(crate) fn ensure_marker(&self) -> Result<Option<String>> {
@@ -190,10 +210,15 @@ impl LayerStore {
             .blobs
             .put(&Key::marker(), &marker, PutMode::IfAbsent)?
         {
-            PutOutcome::Created => Ok(lost.map(|error| {
-                tracing::warn!("written anew: {error}");
-                format!("written anew: {error}")
-            })),
+            PutOutcome::Created => {
+                if let Err(error) = self.inner.blobs.reserve(true) {
+                    tracing::debug!("no room is kept for collecting on a full disk: {error}");
+                }
+                Ok(lost.map(|error| {
+                    tracing::warn!("written anew: {error}");
+                    format!("written anew: {error}")
+                }))
+            }
             PutOutcome::Exists => self.check_marker().map(|_| None),
         }
     }

@@ -21,6 +21,33 @@ pub(super) struct Attached {
     pub(super) bytes: u64,
 }
 
+/// Bytes of what goes along with a layer.
+pub(super) fn size(source: &LayerStore, digest: &Digest, manifest: &Manifest) -> Result<u64> {
+    let mut bytes = 0;
+    for (prefix, _) in families(digest, manifest) {
+        match source.blobs().list(&prefix) {
+            Ok(list) => {
+                let sizes = list.iter().take(MAX_OBJECTS).map(|object| object.size);
+                bytes += sizes.sum::<u64>();
+            }
+            Err(StoreError::NotSupported { .. }) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(bytes)
+}
+
+/// Prefixes of the objects that go along with a layer, and how large one may be.
+fn families(digest: &Digest, manifest: &Manifest) -> [(String, u64); 2] {
+    [
+        (format!("signatures/{}/", digest.hex()), MAX_SIGNATURE),
+        (
+            format!("profiles/{}/", manifest.layer_id().hex()),
+            MAX_PROFILE,
+        ),
+    ]
+}
+
 /// Copies what the target does not have. Whether it is genuine is for its readers to check.
 pub(super) fn copy(
     source: &LayerStore,
@@ -29,13 +56,7 @@ pub(super) fn copy(
     manifest: &Manifest,
 ) -> Result<Attached> {
     let mut copied = Attached::default();
-    for (prefix, limit) in [
-        (format!("signatures/{}/", digest.hex()), MAX_SIGNATURE),
-        (
-            format!("profiles/{}/", manifest.layer_id().hex()),
-            MAX_PROFILE,
-        ),
-    ] {
+    for (prefix, limit) in families(digest, manifest) {
         let list = match source.blobs().list(&prefix) {
             Ok(list) => list,
             // A store that cannot list (plain HTTP without an index): the layer is what counts.

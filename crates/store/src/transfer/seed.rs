@@ -14,8 +14,9 @@ use crate::digest::Digest;
 use crate::error::{Result, StoreError};
 use crate::format::locator::Locator;
 use crate::format::map::LayerMap;
+use crate::format::pack::{FOOTER_LEN, FRAMES_START, TARGET_PACK_LEN};
 use crate::key::Key;
-use crate::layer::{LayerStore, PublishOutcome};
+use crate::layer::{LayerStore, PublishOutcome, Tables, stored_len};
 use crate::manifest::Manifest;
 use crate::profile::Profile;
 use crate::reference::Reference;
@@ -23,8 +24,8 @@ use crate::reference::Reference;
 /// What to seed.
 #[derive(Debug, Clone, Default)]
 pub struct SeedOptions {
-    /// Most bytes to use in the target, metadata included, as stored. What the target has already
-    /// counts too: the result does not depend on it.
+    /// Most bytes to use in the target, as stored: frames, what describes them, metadata, profiles
+    /// and signatures. What the target has already counts too: the result does not depend on it.
     pub max_bytes: u64,
     /// Only say what would be seeded.
     pub dry_run: bool,
@@ -89,7 +90,8 @@ pub struct SeedReport {
     pub layers: Vec<SeededLayer>,
     /// One per profile, in the order given.
     pub environments: Vec<Environment>,
-    /// Metadata of all layers, in bytes as stored.
+    /// What is needed besides frames and what describes them, in bytes as stored and at most:
+    /// metadata, maps, locators, references, signatures, profiles, indexes.
     pub metadata_bytes: u64,
     /// Frames selected of all layers, each once, in bytes as stored.
     pub frame_bytes: u64,
@@ -115,22 +117,27 @@ type Place = (Digest, u64);
 #[derive(Debug, Clone, Copy, Default)]
 struct Use {
     uses: u64,
-    stored: u64,
+    /// Bytes that it takes in the target, what describes it included.
+    cost: u64,
     /// Of the profile that reads it first.
     rank: u32,
 }
 
 impl Loaded {
-    fn read(source: &LayerStore, digest: Digest, manifest: Manifest, whole: bool) -> Result<Self> {
+    fn read(
+        source: &LayerStore,
+        digest: Digest,
+        manifest: Manifest,
+        whole: bool,
+        level: i32,
+    ) -> Result<Self> {
         let map = source.map(&manifest)?;
         let locator = source.locator(&manifest, &map)?;
-        let mut metadata_bytes = 0;
-        for key in [
-            Key::manifest(&digest),
-            Key::meta(&manifest.meta.digest),
-            Key::map(&manifest.map.digest),
-            Key::locator(&manifest.map.digest),
-        ] {
+        // As they will be stored there.
+        let meta = source.meta(&manifest)?;
+        let mut metadata_bytes = stored_len(level, &meta)? + stored_len(level, &map.to_bytes())?;
+        drop(meta);
+        for key in [Key::manifest(&digest), Key::locator(&manifest.map.digest)] {
             metadata_bytes += source.blobs().size(&key)?.unwrap_or(0);
         }
         Ok(Self {
@@ -172,7 +179,7 @@ pub fn seed(
     options: &SeedOptions,
     progress: &mut dyn FnMut(TransferStep<'_>),
 ) -> Result<SeedReport> {
-    let layers = load(source, profiles, whole)?;
+    let layers = load(source, profiles, whole, options.transfer.writer.level)?;
     let by_digest: HashMap<Digest, usize> = layers
         .iter()
         .enumerate()
@@ -183,10 +190,11 @@ pub fn seed(
         count(digest, profile, &layers, &by_digest, &mut uses)?;
     }
     let mut report = SeedReport {
-        metadata_bytes: layers.iter().map(|l| l.metadata_bytes).sum(),
+        metadata_bytes: besides_frames(source, &layers, options)?,
         ..SeedReport::default()
     };
-    let selected = choose(&layers, uses, options.max_bytes, &mut report)?;
+    let costs = costs(source, &layers, &mut uses)?;
+    let selected = choose(&layers, uses, &costs, options.max_bytes, &mut report)?;
     for (digest, profile) in profiles {
         let covered = cover(digest, profile, &layers, &by_digest, &selected);
         report.environments.push(covered);
@@ -226,18 +234,31 @@ fn load(
     source: &LayerStore,
     profiles: &[(Digest, Profile)],
     whole: &[(Digest, Manifest)],
+    level: i32,
 ) -> Result<Vec<Loaded>> {
     let mut layers: Vec<Loaded> = Vec::new();
     let mut seen = HashSet::new();
     for (digest, manifest) in whole {
         if seen.insert(*digest) {
-            layers.push(Loaded::read(source, *digest, manifest.clone(), true)?);
+            layers.push(Loaded::read(
+                source,
+                *digest,
+                manifest.clone(),
+                true,
+                level,
+            )?);
         }
     }
     for layer in profiles.iter().flat_map(|(_, p)| &p.layers) {
         if seen.insert(layer.manifest) {
             let manifest = source.manifest(&layer.manifest)?;
-            layers.push(Loaded::read(source, layer.manifest, manifest, false)?);
+            layers.push(Loaded::read(
+                source,
+                layer.manifest,
+                manifest,
+                false,
+                level,
+            )?);
         }
     }
     Ok(layers)
@@ -279,7 +300,7 @@ fn count(
         };
         let known = own.entry(place).or_insert(Use {
             uses: 0,
-            stored,
+            cost: stored,
             rank: entry.rank,
         });
         known.uses = known.uses.max(entry.count.into());
@@ -303,20 +324,89 @@ fn layer_of<'a>(
     (layer.manifest.layer_id() == named.layer).then_some(layer)
 }
 
+/// Bytes that a frame and each of its chunks take in a pack's table, and a chunk in an index.
+const FRAME_RECORD: u64 = 56;
+const CHUNK_RECORD: u64 = 40;
+const INDEX_RECORD: u64 = 40;
+/// The same of a pack, wherever it lies: its header and footer, its record in an index, and the
+/// header of an index of its own.
+const PACK_RECORDS: u64 = FRAMES_START + FOOTER_LEN + 48 + 48;
+/// A pack in a locator.
+const LOCATED_PACK: u64 = 40;
+/// A reference or the store's marker, at most, and a seed's marker without its origin.
+const SMALL: u64 = 256;
+
+/// Bytes of everything that is not a frame nor describes one: at most.
+fn besides_frames(source: &LayerStore, layers: &[Loaded], options: &SeedOptions) -> Result<u64> {
+    // Packs end at their size or when a session does.
+    let part = TARGET_PACK_LEN.min(options.transfer.session_bytes.max(1));
+    let packs = (options.max_bytes / part)
+        .saturating_mul(2)
+        .saturating_add(2);
+    let mut bytes = SMALL;
+    bytes = bytes.saturating_add(packs.saturating_mul(PACK_RECORDS));
+    for layer in layers {
+        let marker = SMALL + source.url().len() as u64;
+        let located = packs.saturating_mul(LOCATED_PACK);
+        let own = layer.metadata_bytes + SMALL + marker;
+        bytes = bytes.saturating_add(own).saturating_add(located);
+        bytes += super::attached::size(source, &layer.digest, &layer.manifest)?;
+    }
+    Ok(bytes)
+}
+
+/// What each frame of a whole layer, or that a profile uses, takes in the target.
+fn costs(
+    source: &LayerStore,
+    layers: &[Loaded],
+    uses: &mut HashMap<Place, Use>,
+) -> Result<HashMap<Place, u64>> {
+    let mut costs: HashMap<Place, u64> = HashMap::new();
+    let mut tables = Tables::default();
+    for layer in layers {
+        for (number, _) in (0_u32..).zip(layer.locator.frames()) {
+            let Some((place, stored)) = layer.frame(number) else {
+                continue;
+            };
+            if !layer.whole && !uses.contains_key(&place) {
+                continue;
+            }
+            let chunks = tables.chunks(source, &layer.map, &layer.locator, number)?;
+            let chunks = (chunks.needed.len() + chunks.others.len()) as u64;
+            let cost = stored + FRAME_RECORD + chunks * (CHUNK_RECORD + INDEX_RECORD);
+            let known = costs.entry(place).or_default();
+            *known = cost.max(*known);
+        }
+    }
+    for (place, used) in uses {
+        if let Some(cost) = costs.get(place) {
+            used.cost = *cost;
+        }
+    }
+    Ok(costs)
+}
+
 /// The frames to seed: whole layers, then by use for bytes as long as they fit.
 fn choose(
     layers: &[Loaded],
     uses: HashMap<Place, Use>,
+    costs: &HashMap<Place, u64>,
     max_bytes: u64,
     report: &mut SeedReport,
 ) -> Result<HashSet<Place>> {
     let mut taken: BTreeMap<Place, u64> = BTreeMap::new();
-    for layer in layers.iter().filter(|layer| layer.whole) {
+    let mut stored: HashMap<Place, u64> = HashMap::new();
+    for layer in layers {
         for (number, _) in (0_u32..).zip(layer.locator.frames()) {
-            taken.extend(layer.frame(number));
+            if let Some((place, bytes)) = layer.frame(number) {
+                stored.insert(place, bytes);
+                if layer.whole {
+                    taken.insert(place, costs.get(&place).copied().unwrap_or(bytes));
+                }
+            }
         }
     }
-    let mut bytes: u64 = report.metadata_bytes + taken.values().sum::<u64>();
+    let mut bytes: u64 = report.metadata_bytes.saturating_add(taken.values().sum());
     if bytes > max_bytes {
         return Err(StoreError::InvalidInput {
             object: "a seed".to_owned(),
@@ -329,19 +419,19 @@ fn choose(
         .into_iter()
         .filter(|(place, _)| !taken.contains_key(place))
         .collect();
-    // a.uses / a.stored before b.uses / b.stored, most first, without division.
+    // a.uses / a.cost before b.uses / b.cost, most first, without division.
     wanted.sort_by(|(ap, a), (bp, b)| {
-        let left = u128::from(b.uses) * u128::from(a.stored);
-        let right = u128::from(a.uses) * u128::from(b.stored);
+        let left = u128::from(b.uses) * u128::from(a.cost);
+        let right = u128::from(a.uses) * u128::from(b.cost);
         left.cmp(&right).then((a.rank, ap).cmp(&(b.rank, bp)))
     });
     for (place, used) in wanted {
-        if bytes.saturating_add(used.stored) <= max_bytes {
-            bytes += used.stored;
-            taken.insert(place, used.stored);
+        if bytes.saturating_add(used.cost) <= max_bytes {
+            bytes += used.cost;
+            taken.insert(place, used.cost);
         }
     }
-    report.frame_bytes = taken.values().sum();
+    report.frame_bytes = taken.keys().filter_map(|place| stored.get(place)).sum();
     Ok(taken.into_keys().collect())
 }
 
@@ -393,6 +483,7 @@ fn move_parts(
     options: &TransferOptions,
     progress: &mut dyn FnMut(TransferStep<'_>),
 ) -> Result<TransferReport> {
+    let is_new = !target.check_marker()?;
     let mut missing = Vec::new();
     for (layer, frames) in layers.iter().zip(parts) {
         // A conflict is told before anything moves.
@@ -459,5 +550,9 @@ fn move_parts(
         report.layers.push(done);
     }
     report.written_bytes += sealed.map_or(0, |s| s.stats().new_bytes);
+    if is_new {
+        // A seed is as small as was asked for; its first collection keeps room again.
+        target.blobs().reserve(false)?;
+    }
     Ok(report)
 }

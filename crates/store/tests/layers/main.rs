@@ -9,6 +9,7 @@
     reason = "tests"
 )]
 
+mod abandoned;
 mod builders;
 mod channels;
 mod chunker;
@@ -27,6 +28,7 @@ mod queries;
 mod reading;
 mod references;
 mod remembered;
+mod requests;
 mod seeding;
 mod signatures;
 mod staged;

@@ -315,3 +315,45 @@ fn any_call_may_fail() {
         }
     }
 }
+
+/// Whatever the limit, it is kept, everything in the store counted.
+#[test]
+fn the_limit_is_never_exceeded() {
+    let (_, from) = memory();
+    publish_files(&from);
+    let all: Vec<(u32, u32)> = (0..20).map(|i| (i, 1 + i % 3)).collect();
+    let one = profile(&from, "one", &all);
+    let dir = tempfile::tempdir().unwrap();
+    let mut seeded = 0;
+    for step in 0..24_u64 {
+        let limit = 20_000 + step * 97_003;
+        let root = dir.path().join(step.to_string());
+        let to = LayerStore::new(Arc::new(layerpack_store::FileStore::new(&root).unwrap()));
+        let Ok(report) = seed_with(&from, &to, std::slice::from_ref(&one), limit, false) else {
+            assert!(to.list().unwrap().is_empty());
+            continue;
+        };
+        let mut bytes = 0;
+        let mut open = vec![root];
+        while let Some(path) = open.pop() {
+            for entry in fs_err::read_dir(path).unwrap() {
+                let entry = entry.unwrap();
+                let metadata = entry.metadata().unwrap();
+                match metadata.is_dir() {
+                    true => open.push(entry.path()),
+                    false => bytes += metadata.len(),
+                }
+            }
+        }
+        assert!(bytes <= limit, "{bytes} bytes, allowed are {limit}");
+        seeded = report.frame_bytes;
+        // Not much is given away either: what was left free is less than another frame needs.
+        let covered = &report.environments[0];
+        let room = 300_000 + 4096;
+        assert!(
+            covered.is_covered() || bytes + room > limit,
+            "{bytes} of {limit}"
+        );
+    }
+    assert!(seeded > 1_000_000, "{seeded}");
+}

@@ -182,6 +182,19 @@ fn a_layer_is_one_artifact_that_tools_copy() {
     let locator = fresh.locator(&manifest, &map).unwrap();
     let data = fresh.read_data(&map, &locator, 0..100_000).unwrap();
     assert!(data == noise(100_000, 10));
+    // And as a whole: what has no tag of its own is not listed, and there.
+    let fresh = LayerStore::new(Arc::new(store(&other.host(), "copied")));
+    let audit = fresh.audit(true).unwrap();
+    assert!(audit.damaged.is_empty(), "{audit:?}");
+    assert!(audit.packs == 1 && audit.frames > 0, "{audit:?}");
+    assert!(audit.layers.iter().all(|layer| layer.sound), "{audit:?}");
+    for dry_run in [true, false] {
+        let fresh = LayerStore::new(Arc::new(store(&other.host(), "copied")));
+        let repaired = fresh.repair(dry_run).unwrap();
+        assert!(repaired.is_ok(), "{repaired:?}");
+        assert!(repaired.relocated.is_empty(), "{repaired:?}");
+    }
+    assert!(fresh.audit(true).unwrap().damaged.is_empty());
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use std::process::ExitCode;
 
+use layerpack_store::Leftovers;
 use layerpack_store::query::{Amount, usage};
 use serde::Serialize;
 
@@ -20,6 +21,8 @@ struct Shown {
     /// Different chunks of all layers of the store.
     total: Sizes,
     unreadable: Vec<String>,
+    /// What lies in the store that is no object.
+    temporaries: Leftovers,
 }
 
 #[derive(Debug, Serialize)]
@@ -115,6 +118,7 @@ pub(crate) fn du(context: &Context, args: &DuArgs) -> Outcome {
             .iter()
             .map(|(reference, error)| format!("{reference}: {error}"))
             .collect(),
+        temporaries: store.blobs().leftovers(false)?,
     };
     for line in shown.unreadable.iter().filter(|_| context.says_warnings()) {
         warning(&format!("not counted: {line}"));
@@ -156,6 +160,7 @@ pub(crate) fn du(context: &Context, args: &DuArgs) -> Outcome {
                 human_bytes(shown.total.raw_bytes),
                 human_bytes(shown.total.stored_bytes)
             )?;
+            crate::commands::gc::temporaries(out, &shown.temporaries)?;
         }
         Ok(())
     })?;

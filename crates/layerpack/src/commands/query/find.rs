@@ -2,7 +2,6 @@
 
 use std::process::ExitCode;
 
-use anyhow::bail;
 use layerpack_packer::{EntryKind, Find};
 use layerpack_store::Reference;
 use serde::Serialize;
@@ -11,6 +10,7 @@ use super::{PathText, open};
 use crate::args::FindArgs;
 use crate::commands::Outcome;
 use crate::context::Context;
+use crate::failure::usage;
 use crate::output::{print, printable_bytes};
 
 /// An entry in `-o json`.
@@ -91,7 +91,11 @@ fn kinds(texts: &[String]) -> anyhow::Result<Vec<EntryKind>> {
     for letter in texts.iter().flat_map(|t| t.chars()).filter(|c| *c != ',') {
         match ALL.into_iter().find(|kind| kind.letter() == letter) {
             Some(kind) => kinds.push(kind),
-            None => bail!("{letter:?} is no type of entry: use letters of fdlcbpsw"),
+            None => {
+                return Err(usage(format!(
+                    "{letter:?} is no type of entry: use letters of fdlcbpsw"
+                )));
+            }
         }
     }
     Ok(kinds)

@@ -65,6 +65,14 @@ where
                 .and_then(|text| parse_retry_after(text, SystemTime::now()));
             let status = service.raw().status().as_u16();
             let meta = service.err().meta();
+            if (200..300).contains(&status) && meta.code().is_none() {
+                let what = format!(
+                    "the server answered {status} to {}, with a body that is not understood: {}",
+                    operation_of::<E>(),
+                    chain(error)
+                );
+                return io_error(about, io::ErrorKind::InvalidData, what);
+            }
             by_code(about, status, meta.code(), meta.message(), wait)
         }
         _ => {
@@ -76,6 +84,13 @@ where
             }
         }
     }
+}
+
+/// The operation whose errors a type of the SDK is for.
+fn operation_of<E>() -> &'static str {
+    let name = std::any::type_name::<E>();
+    let name = name.rsplit("::").next().unwrap_or(name);
+    name.strip_suffix("Error").unwrap_or(name)
 }
 
 fn names_credentials(text: &str) -> bool {

@@ -289,6 +289,14 @@ impl BlobStore for S3Store {
         })
     }
 
+    fn delete_volatile(&self, key: &Key) -> Result<bool> {
+        let about = self.core.about(key.as_str(), "delete");
+        self.core.run(about, async {
+            self.core.delete_object(about, key.as_str()).await?;
+            Ok(true)
+        })
+    }
+
     fn url(&self) -> String {
         self.core.url.clone()
     }
