@@ -7,6 +7,7 @@
 //! * [`cache`]: what the node holds of a layer's data.
 //! * [`fetch`]: what brings the rest, verified.
 //! * [`peers`]: other nodes' caches, asked before the store.
+//! * [`holder`]: a process that keeps the mounts' descriptors while the serving one is replaced.
 //! * [`implicit`]: directories that a layer has but does not define.
 
 pub mod cache;
@@ -14,6 +15,7 @@ mod error;
 pub mod fetch;
 mod files;
 pub mod fuse;
+pub mod holder;
 pub mod implicit;
 mod learnt;
 mod node;

@@ -11,11 +11,7 @@ use std::sync::Arc;
 use rustix::io::Errno;
 use zerocopy::IntoBytes;
 
-use super::abi::{self, OutHeader};
-
-/// Length of a message without a body.
-const OUT_HEADER_LEN: u32 = 16;
-const _: () = assert!(size_of::<OutHeader>() == OUT_HEADER_LEN as usize);
+use super::abi::{self, OUT_HEADER_LEN, OutHeader};
 
 /// One descriptor of a mounted connection.
 #[derive(Debug)]

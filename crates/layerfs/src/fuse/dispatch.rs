@@ -46,8 +46,10 @@ pub(crate) fn handle(
         },
         op::OPEN => open(source.as_ref(), node, body, reply),
         op::RELEASE => {
-            source.release(node);
+            // In this order: one that was counted and not answered would be sent again to who takes
+            // over, and counted twice.
             reply.data(&[]);
+            source.release(node);
         }
         op::READ => read(shared, source, node, body, reply, answer),
         op::OPENDIR => {

@@ -49,6 +49,11 @@ pub(super) fn run(root: &Path) -> Vec<Finding> {
     ));
     if let Ok(served) = &served {
         findings.push(Finding::new(
+            "restarts",
+            Ok(restarts(&served.node).to_owned()),
+            "",
+        ));
+        findings.push(Finding::new(
             "overlay",
             overlay(&served.lower, &scratch.path),
             "load the kernel module (modprobe overlay); the node root's filesystem must support extended attributes",
@@ -154,6 +159,15 @@ fn serve(scratch: &Path) -> anyhow::Result<Served> {
     }
     served.said = "a layer was published, mounted and read".to_owned();
     Ok(served)
+}
+
+/// What becomes of reads when the daemon's process is replaced: worth knowing, and no fault.
+fn restarts(node: &Node) -> &'static str {
+    if node.can_resend() {
+        "reads go on while the daemon is restarted or upgraded"
+    } else {
+        "when the daemon dies, reads of what is not cached fail, and layers are mounted anew: this kernel does not send requests again (Linux 6.9 does)"
+    }
 }
 
 /// Merges the layer with an upper and writes through the result, without attaching it anywhere
