@@ -130,7 +130,9 @@ fn hold() -> anyhow::Result<u8> {
     }
     let oom_score_adj = oom_score();
     // Only root may; without it the kernel judges by size, and this is small.
-    let _ = fs_err::write(OOM, OOM_SCORE.to_string());
+    if oom_score_adj.is_none_or(|score| score > OOM_SCORE) {
+        let _ = fs_err::write(OOM, OOM_SCORE.to_string());
+    }
     let options = HolderOptions {
         root: PathBuf::from(root),
         program: own_program()?,

@@ -499,7 +499,16 @@ fn privileged_a_killed_holder_is_replaced() {
         let text = fs_err::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap();
         text.trim().parse::<i32>().unwrap()
     };
-    assert!(score(holder) < score(worker), "the holder is spared first");
+    // Where that may be lowered at all.
+    let may = std::process::Command::new("sh")
+        .args(["-c", "echo -900 > /proc/self/oom_score_adj"])
+        .stderr(std::process::Stdio::null())
+        .status()
+        .unwrap();
+    if may.success() {
+        assert!(score(holder) <= -900, "the holder is spared");
+    }
+    assert!(score(holder) <= score(worker));
 
     kill(holder, "KILL");
     assert!(wait_until(|| is_gone(holder)));

@@ -194,6 +194,10 @@ impl Node {
             "profiles",
             "served",
         ] {
+            if living.is_some() && name == "blobs" {
+                // Mounted, and nobody there to ask what it is.
+                continue;
+            }
             let path = root.join(name);
             let mut builder = std::fs::DirBuilder::new();
             builder.recursive(true).mode(0o700);
