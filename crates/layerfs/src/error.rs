@@ -124,6 +124,12 @@ pub enum LayerfsError {
         /// What helps.
         remedy: &'static str,
     },
+    /// Something that is not on the node, and whose store was not to be asked.
+    #[error("it is not all on this node, and its store {url} was not asked yet")]
+    Unasked {
+        /// Address of the store.
+        url: String,
+    },
     /// The node was stopped.
     #[error("the node at {} is stopped", root.display())]
     Stopped {

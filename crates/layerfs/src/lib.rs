@@ -7,6 +7,7 @@
 //! * [`cache`]: what the node holds of a layer's data.
 //! * [`fetch`]: what brings the rest, verified.
 //! * [`peers`]: other nodes' caches, asked before the store.
+//! * [`holder`]: a process that keeps the mounts' descriptors while the serving one is replaced.
 //! * [`implicit`]: directories that a layer has but does not define.
 //! * [`whole`]: a stack as one FUSE filesystem, for where no node may mount.
 
@@ -15,6 +16,7 @@ mod error;
 pub mod fetch;
 mod files;
 pub mod fuse;
+pub mod holder;
 pub mod implicit;
 mod learnt;
 mod node;

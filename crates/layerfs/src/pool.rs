@@ -108,6 +108,22 @@ impl Pool {
         (state.threads - state.idle).max(state.queue.len())
     }
 
+    /// Waits until nothing is queued or at work, at most `limit`.
+    pub(crate) fn wait_idle(&self, limit: Duration) -> bool {
+        let end = Instant::now() + limit;
+        loop {
+            let state = self.shared.state.lock();
+            if state.queue.is_empty() && state.idle == state.threads {
+                return true;
+            }
+            drop(state);
+            if Instant::now() >= end {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
     /// Takes no more jobs and waits until every thread has ended or `limit` has passed.
     /// Queued jobs are dropped, which answers their requests with EIO.
     pub(crate) fn close(&self, limit: Duration) -> bool {

@@ -111,6 +111,22 @@ pub(crate) struct Info {
     pub(crate) started: u64,
     /// Inode number of its mount namespace: layers are visible there only.
     pub(crate) mount_namespace: u64,
+    /// What keeps its mounts if it dies; absent: nothing does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) holder: Option<Holder>,
+}
+
+/// The process that keeps the daemon's mounts and starts it again.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Holder {
+    /// Its process id, in the daemon's pid namespace.
+    pub(crate) pid: u32,
+    /// Version of its program.
+    pub(crate) version: String,
+    /// How often the daemon's process died and was started again.
+    pub(crate) restarts: u64,
+    /// How often it gave way to another program.
+    pub(crate) upgrades: u64,
 }
 
 /// What the node holds and did.

@@ -345,7 +345,12 @@ pub(crate) enum DaemonCommand {
         /// Configuration file [default: LAYERPACK_CONFIG, else /etc/layerpack/config.toml]
         #[arg(long, value_name = "FILE")]
         config: Option<PathBuf>,
+        /// Serve in this process alone: when it dies, so do reads of what is not cached
+        #[arg(long)]
+        no_holder: bool,
     },
+    /// Let this version of layerpack take over from the running daemon; mounts and reads go on
+    Upgrade,
     /// Unmount the node's layers and end the daemon
     Stop {
         /// Also while mounts and sandboxes use layers: their unread data becomes I/O errors

@@ -29,6 +29,10 @@ const QUICK: Duration = Duration::from_secs(30);
 /// For answers that wait for a store or for unmounting.
 const PATIENT: Duration = Duration::from_secs(600);
 
+/// How often a request is repeated whose answer was lost, and the pause before.
+const AGAIN: u32 = 8;
+const PAUSE: Duration = Duration::from_millis(50);
+
 /// Why a request has no answer.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ClientError {
@@ -230,7 +234,32 @@ impl Client {
         )
     }
 
+    /// Asks. A daemon that dies before it has answered is started again by its holder and asked again:
+    /// what may be repeated is then done after all.
     fn call<B: Serialize, R: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&B>,
+        limit: Duration,
+    ) -> Result<R, ClientError> {
+        let repeatable = !matches!(path, api::STOP | api::INSIDE | api::RECORDINGS);
+        let begun = std::time::Instant::now();
+        let mut again = 0;
+        loop {
+            match self.call_once(method.clone(), path, body, limit) {
+                Err(ClientError::Lost { .. })
+                    if repeatable && again < AGAIN && begun.elapsed() < limit =>
+                {
+                    again += 1;
+                    std::thread::sleep(PAUSE);
+                }
+                other => return other,
+            }
+        }
+    }
+
+    fn call_once<B: Serialize, R: DeserializeOwned>(
         &self,
         method: Method,
         path: &str,

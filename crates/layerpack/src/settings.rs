@@ -12,7 +12,7 @@ use std::str::FromStr;
 
 use anyhow::{Context as _, bail};
 use layerpack_layerfs::ErofsBacking;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use crate::args::NodeArgs;
 use crate::units::Bytes;
@@ -75,8 +75,10 @@ pub(crate) struct Given {
     pub(crate) node: NodeArgs,
 }
 
-/// What is in force.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+/// What is in force. Kept over restarts of the daemon's process: a file that was edited meanwhile must
+/// not keep it from starting.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub(crate) struct Settings {
     /// Limit of the node's cache in bytes of disk.
     pub(crate) cache_max: Option<u64>,

@@ -8,7 +8,7 @@ mod support;
 use std::path::{Path, PathBuf};
 
 use layerpack_fixtures::{MountGuard, is_root, rng::Rng, skip};
-use support::{Node, kill, mounts, processes, wait_until};
+use support::{Node, mounts, processes};
 
 const FILES: u64 = 6;
 
@@ -66,11 +66,8 @@ fn privileged_what_a_node_has_mounted_is_never_collected() {
     assert!(mounted.exists());
     reads(&point, 1, 0..2);
 
-    // The daemon dies. Its lease does not.
-    let pid = node.daemon_pid().unwrap();
-    kill(pid, "KILL");
-    let gone = || !Path::new(&format!("/proc/{pid}/root")).exists() || support::is_zombie(pid);
-    assert!(wait_until(gone));
+    // The daemon and its holder die. Their lease does not.
+    node.kill_all();
     collect(&node);
     assert!(mounted.exists());
 

@@ -263,9 +263,7 @@ fn privileged_a_daemon_that_starts_looks_after_frozen_sandboxes() {
     child.kill().unwrap();
     child.wait().unwrap();
     assert_eq!(state(&node), "frozen");
-    let daemon = node.daemon_pid().unwrap();
-    support::kill(daemon, "KILL");
-    assert!(support::wait_until(|| node.daemon_pid().is_none()));
+    node.kill_daemon();
     node.ok(["sandbox", "create", "--name", "other", "base/root:1"]);
     assert!(
         support::wait_until(|| {
@@ -546,11 +544,7 @@ fn privileged_channels_outlive_the_daemon() {
     let id = id.trim();
     let ask = "/dev/layerpack/pack_diff --version 1 --name";
     exec(&node, id, &format!("{ask} agent-b"));
-    let daemon = node.daemon_pid().unwrap();
-    support::kill(daemon, "KILL");
-    assert!(support::wait_until(|| node.daemon_pid().is_none()));
-    node.ok(["run", "--rm", "base/root:1", "--", "true"]);
-    // What was not fetched before is an error for this sandbox: ask what is.
+    node.kill_daemon();
     let line = exec(&node, id, &format!("{ask} agent-c"));
     assert!(line.starts_with("diff/agent-c:1 b3:"), "{line}");
     node.ok(["sandbox", "rm", "-f", id]);

@@ -79,6 +79,32 @@ pub fn recv_fds(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> Result<(usize, Vec
     Ok((message.bytes, fds))
 }
 
+/// A connected pair of sockets that keep messages apart, closed on exec. Each message arrives whole,
+/// with its descriptors, or not at all.
+///
+/// # Errors
+/// `EMFILE` and the like.
+pub fn pair() -> Result<(OwnedFd, OwnedFd)> {
+    rustix::net::socketpair(
+        rustix::net::AddressFamily::UNIX,
+        rustix::net::SocketType::SEQPACKET,
+        rustix::net::SocketFlags::CLOEXEC,
+        None,
+    )
+    .context("socketpair", || "AF_UNIX")
+}
+
+/// User id and process id of who made the other end of a unix socket (of who called `connect`, or
+/// `socketpair`).
+///
+/// # Errors
+/// `ENOTSOCK` and the like.
+pub fn peer(socket: BorrowedFd<'_>) -> Result<(u32, rustix::process::Pid)> {
+    let found = rustix::net::sockopt::socket_peercred(socket)
+        .context("getsockopt SO_PEERCRED", || "a unix socket")?;
+    Ok((found.uid.as_raw(), found.pid))
+}
+
 /// Takes over a descriptor that this program was started with, and has it
 /// closed on exec. `None` if there is no such open descriptor, or if it is one
 /// of the standard streams.
@@ -98,6 +124,21 @@ pub fn inherited(number: i32) -> Option<OwnedFd> {
 mod tests {
     use super::*;
     use std::os::fd::AsFd as _;
+
+    #[test]
+    fn a_pair_keeps_messages_apart_and_knows_its_maker() {
+        let (a, b) = pair().unwrap();
+        send_fds(a.as_fd(), b"one", &[]).unwrap();
+        send_fds(a.as_fd(), b"two", &[b.as_fd()]).unwrap();
+        let mut buffer = [0; 32];
+        let (n, fds) = recv_fds(b.as_fd(), &mut buffer).unwrap();
+        assert_eq!((&buffer[..n], fds.len()), (&b"one"[..], 0));
+        let (n, fds) = recv_fds(b.as_fd(), &mut buffer).unwrap();
+        assert_eq!((&buffer[..n], fds.len()), (&b"two"[..], 1));
+        let (uid, pid) = peer(a.as_fd()).unwrap();
+        assert_eq!(uid, rustix::process::geteuid().as_raw());
+        assert_eq!(pid, rustix::process::getpid());
+    }
 
     #[test]
     fn descriptors_arrive_with_their_bytes() {

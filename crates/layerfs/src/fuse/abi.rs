@@ -119,7 +119,9 @@ pub(crate) struct OutHeader {
     pub(crate) error: i32,
     pub(crate) unique: u64,
 }
-const _: () = assert!(size_of::<OutHeader>() == 16);
+const _: () = assert!(size_of::<OutHeader>() == OUT_HEADER_LEN as usize);
+/// Length of a message without a body.
+pub(crate) const OUT_HEADER_LEN: u32 = 16;
 
 /// What INIT carries up to 7.35; later kernels append `flags2` and more.
 #[repr(C)]

@@ -11,11 +11,8 @@ use std::sync::Arc;
 use rustix::io::Errno;
 use zerocopy::IntoBytes;
 
-use super::abi::{self, OutHeader};
+use super::abi::{self, OUT_HEADER_LEN, OutHeader};
 
-/// Length of a message without a body.
-const OUT_HEADER_LEN: u32 = 16;
-const _: () = assert!(size_of::<OutHeader>() == OUT_HEADER_LEN as usize);
 /// Length of the body of [`Channel::drop_pages`].
 const INVAL_LEN: u32 = 24;
 const _: () = assert!(size_of::<abi::InvalInodeOut>() == INVAL_LEN as usize);

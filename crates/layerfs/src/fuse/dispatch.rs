@@ -48,8 +48,10 @@ pub(crate) fn handle(
         op::RELEASE => {
             // Before the source may let go of the blob.
             shared.opens.end(reply.channel(), source.as_ref(), node);
-            source.release(node);
+            // In this order: one that was counted and not answered would be sent again to who takes
+            // over, and counted twice.
             reply.data(&[]);
+            source.release(node);
         }
         op::READ => read(shared, source, node, body, reply, answer),
         op::OPENDIR => {

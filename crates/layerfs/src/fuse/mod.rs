@@ -16,7 +16,7 @@
 //! * **Every request is answered.** A reply that is dropped unanswered (error path, panic)
 //!   answers EIO. Nothing is ever answered with bytes that the source did not give.
 
-mod abi;
+pub(crate) mod abi;
 mod channel;
 mod dispatch;
 mod passthrough;

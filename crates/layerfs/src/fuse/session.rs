@@ -16,7 +16,7 @@ use super::channel::{Channel, Ended, Reply, ReplyBuf};
 use super::passthrough::Opens;
 use super::{BlobSource, dispatch};
 use crate::pool::Pool;
-use crate::sync::{AtomicU64, Condvar, Mutex, Ordering};
+use crate::sync::{AtomicBool, AtomicU64, Condvar, Mutex, Ordering};
 
 /// Limits of a [`Session`].
 #[derive(Debug, Clone, Copy)]
@@ -83,6 +83,10 @@ pub(crate) struct Shared {
     pub(crate) opens: Opens,
     running: Mutex<usize>,
     ended: Condvar,
+    /// What comes in is left to whoever takes over.
+    leaving: AtomicBool,
+    /// INIT was answered.
+    agreed: (Mutex<bool>, Condvar),
 }
 
 /// A mount being served. Dropping it does not end the service: unmount (or abort) does, and
@@ -110,9 +114,9 @@ impl Session {
     }
 
     /// Serves a mount that another process served before, and has the kernel send again what
-    /// that process had read and not answered. Where the kernel cannot (before 6.9) those
-    /// requests stay unanswered until the mount is aborted, so callers check
-    /// [`Negotiated::can_resend`] first.
+    /// that process had read and not answered, before anything new is read. Where the kernel cannot
+    /// (before 6.9) those requests stay unanswered until the mount is aborted, so callers check
+    /// [`Negotiated::can_resend`] first. That process must have ended.
     ///
     /// # Errors
     /// When no thread can be started, `channels` is empty, or the kernel refuses to resend.
@@ -146,16 +150,20 @@ impl Session {
             opens: Opens::default(),
             running: Mutex::new(0),
             ended: Condvar::new(),
+            leaving: AtomicBool::new(false),
+            agreed: (Mutex::new(negotiated.is_some()), Condvar::new()),
         });
-        let resumed = negotiated.is_some();
-        if let Some(negotiated) = negotiated {
-            let _ = shared.negotiated.set(negotiated);
-        }
         let channels: Vec<_> = channels
             .into_iter()
             .map(|fd| Arc::new(Channel::new(fd)))
             .collect();
-        let first = channels.first().map(Arc::clone);
+        if let Some(negotiated) = negotiated {
+            let _ = shared.negotiated.set(negotiated);
+            // Before any thread reads: what this process takes in is not to come twice.
+            if let Some(first) = channels.first() {
+                first.request_resend()?;
+            }
+        }
         let mut threads = Vec::with_capacity(channels.len());
         for channel in channels {
             let (shared, source) = (Arc::clone(&shared), Arc::clone(&source));
@@ -170,14 +178,33 @@ impl Session {
                 })?;
             threads.push(thread);
         }
-        if let (true, Some(channel)) = (resumed, &first) {
-            channel.request_resend()?;
-        }
         Ok(Self {
             shared,
             threads,
             channel: first,
         })
+    }
+
+    /// Waits until INIT was answered, at most `limit`; gives what was agreed on.
+    #[must_use]
+    pub fn agreed(&self, limit: Duration) -> Option<Negotiated> {
+        let end = Instant::now() + limit;
+        let mut agreed = self.shared.agreed.0.lock();
+        while !*agreed {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return None;
+            }
+            agreed = self.shared.agreed.1.wait_timeout(agreed, left);
+        }
+        self.negotiated()
+    }
+
+    /// Takes in nothing more, and waits until what waits for a store is answered, at most `limit`.
+    /// The kernel sends the rest again to whoever takes over, after this process has ended.
+    pub fn leave(&self, limit: Duration) {
+        self.shared.leaving.store(true, Ordering::Release);
+        self.shared.pool.wait_idle(limit);
     }
 
     /// What INIT agreed on; `None` until the kernel has asked.
@@ -257,6 +284,10 @@ fn serve(shared: &Arc<Shared>, channel: &Arc<Channel>, source: &Arc<dyn BlobSour
                 return;
             }
         };
+        if shared.leaving.load(Ordering::Acquire) {
+            // Unanswered, so it is sent again.
+            return;
+        }
         shared.requests.fetch_add(1, Ordering::Relaxed);
         let message = request.get(..len).unwrap_or_default();
         let Ok((header, body)) = InHeader::read_from_prefix(message) else {
@@ -352,4 +383,6 @@ fn initialise(shared: &Shared, body: &[u8], reply: Reply) {
     };
     let _ = shared.negotiated.set(negotiated);
     reply.data(out.as_bytes());
+    *shared.agreed.0.lock() = true;
+    shared.agreed.1.notify_all();
 }

@@ -220,7 +220,8 @@ impl Node {
         let Some(slot) = slot.try_lock() else {
             return 0;
         };
-        if slot.up.is_some() || self.is_leased(layer) || self.fetcher.find(layer).is_some() {
+        let used = slot.up.is_some() || self.is_leased(layer) || self.registry.get(layer).is_some();
+        if used || self.fetcher.find(layer).is_some() {
             return 0;
         }
         let dir = self.cache_dir(layer);
@@ -247,6 +248,41 @@ impl Node {
             }
         }
         known
+    }
+
+    /// Lines on what lies in the cache and belongs to no layer that the node knows. It stays: a layer
+    /// may come back, and then finds its data.
+    #[must_use]
+    pub fn unknown_caches(&self) -> Vec<String> {
+        let known = self.known_manifests();
+        let (mut layers, mut bytes) = (0_u64, 0);
+        for layer in self.cache_dirs() {
+            if !known.contains_key(&layer) {
+                let (data, rest, _) = disk_usage(&self.cache_dir(layer));
+                layers += 1;
+                bytes += data + rest;
+            }
+        }
+        let mut lines = Vec::new();
+        if layers > 0 {
+            lines.push(format!(
+                "caches of {layers} layers without a manifest here ({bytes} bytes): kept for their next use"
+            ));
+        }
+        let entries = fs_err::read_dir(self.root.join("cache"));
+        for entry in entries.into_iter().flatten().flatten() {
+            let name = entry.file_name();
+            let is_layer = name
+                .to_str()
+                .is_some_and(|name| format!("b3:{name}").parse::<Digest>().is_ok());
+            if !is_layer {
+                lines.push(format!(
+                    "{} is of no layer: left alone, delete it if you do not know it",
+                    entry.path().display()
+                ));
+            }
+        }
+        lines
     }
 
     /// What the cache holds.
@@ -399,6 +435,11 @@ impl Node {
         if let Some(blob) = self.fetcher.find(layer) {
             drop(up);
             return Ok(Ok(blob.verify_cache()?));
+        }
+        if self.registry.get(layer).is_some() {
+            return Ok(Err(
+                "it was taken over from another process and cannot be opened".to_owned(),
+            ));
         }
         match self.open_cold(layer, manifest) {
             Ok(Some(blob)) => Ok(Ok(blob.verify_cache()?)),

@@ -49,13 +49,15 @@ pub(super) struct Up {
 pub(super) enum StoreRef {
     Open(LayerStore),
     Address(String),
+    /// That of this address is not to be asked: what is on the node has to do.
+    Away(String),
 }
 
 impl StoreRef {
     pub(super) fn url(&self) -> &str {
         match self {
             Self::Open(store) => store.url(),
-            Self::Address(url) => url,
+            Self::Address(url) | Self::Away(url) => url,
         }
     }
 }
@@ -65,6 +67,7 @@ impl Node {
         match store {
             StoreRef::Open(store) => Ok(store.clone()),
             StoreRef::Address(url) => Ok((self.config.open_store)(url)?),
+            StoreRef::Away(url) => Err(LayerfsError::Unasked { url: url.clone() }),
         }
     }
 
@@ -106,7 +109,21 @@ impl Node {
         fs_err::create_dir_all(&dir).at("create", &dir)?;
         let meta = dir.join(META);
         self.ensure_meta(store, &manifest, &meta)?;
-        let blob = self.ensure_blob(store, &manifest, &dir)?;
+        // Before the kernel can ask for the blob: a process that takes over must know of it.
+        let entry = self.registry.get(layer_id);
+        let opens = entry.as_deref().map(|entry| entry.open_count());
+        self.served.write(
+            layer_id,
+            manifest_digest,
+            manifest.data_size,
+            store.url(),
+            opens,
+        )?;
+        let blob = self.ensure_blob(store, &manifest, &dir).inspect_err(|_| {
+            if entry.is_none() {
+                self.served.remove(layer_id);
+            }
+        })?;
         let mountpoint = self.root.join("layers").join(layer_id.hex());
         match self.mount_layer(&meta, blob.is_some().then_some(layer_id), &mountpoint) {
             Ok(()) => {}
@@ -166,7 +183,13 @@ impl Node {
         if let Some(entry) = self.registry.get(layer) {
             // Still held by a mount that outlived our own: the same blob serves on.
             self.registry.revive(layer);
-            return Ok(Some(Arc::clone(&entry.blob)));
+            // Taken over and not opened yet, perhaps because that could not be done before.
+            return entry
+                .opened(&self.recordings, || {
+                    let map = self.ensure_map(store, manifest, dir)?;
+                    self.make_blob(store, manifest, map, dir)
+                })
+                .map(Some);
         }
         if let Some(blob) = self.lingering(layer)? {
             return self.serve(blob).map(Some);
@@ -175,6 +198,19 @@ impl Node {
         if map.data_size() == 0 {
             return Ok(None);
         }
+        let blob = self.make_blob(store, manifest, map, dir)?;
+        self.serve(blob).map(Some)
+    }
+
+    /// Opens the cache of a layer's data and what fills it.
+    pub(super) fn make_blob(
+        &self,
+        store: &StoreRef,
+        manifest: &Manifest,
+        map: LayerMap,
+        dir: &Path,
+    ) -> Result<Arc<Blob>> {
+        let layer = manifest.layer_id();
         let locator = self.ensure_locator(store, manifest, &map, dir)?;
         let cache = BlobCache::open(
             dir,
@@ -194,14 +230,14 @@ impl Node {
                 store_url: url,
                 store: match store {
                     StoreRef::Open(store) => Some(store.clone()),
-                    StoreRef::Address(_) => None,
+                    StoreRef::Address(_) | StoreRef::Away(_) => None,
                 },
                 open_store: Arc::new(move || opener(&address)),
             },
             Arc::clone(&self.fetcher),
         );
         blob.set_pinned(self.is_pinned(layer));
-        self.serve(blob).map(Some)
+        Ok(blob)
     }
 
     fn serve(&self, blob: Arc<Blob>) -> Result<Arc<Blob>> {
@@ -232,7 +268,12 @@ impl Node {
     }
 
     /// The layer's map: it never changes, so a verified copy is as good as the store's.
-    fn ensure_map(&self, store: &StoreRef, manifest: &Manifest, dir: &Path) -> Result<LayerMap> {
+    pub(super) fn ensure_map(
+        &self,
+        store: &StoreRef,
+        manifest: &Manifest,
+        dir: &Path,
+    ) -> Result<LayerMap> {
         let path = dir.join(MAP);
         let cached =
             read_verified(&path, &manifest.map).and_then(|bytes| LayerMap::parse(&bytes).ok());
@@ -275,7 +316,7 @@ impl Node {
                 .ok()
                 .and_then(|bytes| Locator::parse(&bytes, &manifest.map.digest, map).ok())
         };
-        if let StoreRef::Address(_) = store
+        if let StoreRef::Address(_) | StoreRef::Away(_) = store
             && let Some(locator) = kept()
         {
             return Ok(locator);
@@ -338,6 +379,10 @@ impl Node {
             }
         }
         self.registry.retire(layer);
+        if self.registry.get(layer).is_none() {
+            // One without data; others keep their record until nothing has the blob open.
+            self.served.remove(layer);
+        }
         slot.up = None;
         Ok(true)
     }

@@ -9,6 +9,7 @@
 //! ROOT/manifests/           manifests by digest
 //! ROOT/leases/              who uses what
 //! ROOT/profiles/            what was learnt of stacks' first reads
+//! ROOT/served/              what the kernel may ask for, while the FUSE connection lives
 //! ROOT/pins.json            layers that eviction leaves alone
 //! ROOT/node-id              the node's name in the leases that it takes in stores
 //! ```
@@ -20,6 +21,7 @@
 //! `leases`, the registry. Who makes room in the cache only tries for a slot. The registry's lock is never held across a system call: the kernel
 //! asks the FUSE threads for the blob while it mounts a layer.
 
+mod adopt;
 mod backing;
 mod caches;
 mod layer;
@@ -28,6 +30,7 @@ mod lease;
 mod prefetch;
 mod recording;
 mod registry;
+mod served;
 mod stack;
 mod status;
 mod store_lease;
@@ -55,6 +58,7 @@ use crate::cache::BootId;
 use crate::error::{IoContext, LayerfsError, Result};
 use crate::fetch::Fetcher;
 use crate::fuse::Session;
+use crate::holder::{self, Keeper, Sets};
 use crate::peers::PeerLink;
 use crate::record::Recordings;
 use crate::sync::{AtomicBool, AtomicU64, Condvar, Mutex, Ordering, RwLock};
@@ -64,6 +68,7 @@ use learn::Learner;
 use lease::Record;
 use prefetch::Prefetches;
 use registry::Registry;
+use served::Served;
 use store_lease::StoreLeases;
 
 pub use backing::ErofsBacking;
@@ -90,8 +95,15 @@ pub struct Node {
     backing: backing::Backing,
     boot: BootId,
     boot_text: String,
-    /// Locked for as long as the node lives.
+    /// Locked for as long as the node lives, or somebody keeps the lock for the next one.
     _lock: fs_err::File,
+    /// Keeps what the next process needs.
+    keeper: Option<Arc<dyn Keeper>>,
+    /// Another process goes on with the mounts.
+    leaving: AtomicBool,
+    /// The connection was another process's before.
+    taken_over: AtomicBool,
+    served: Arc<Served>,
     registry: Arc<Registry>,
     fetcher: Arc<Fetcher>,
     session: Mutex<Option<Session>>,
@@ -101,6 +113,8 @@ pub struct Node {
     leases: Mutex<BTreeMap<String, Record>>,
     store_leases: StoreLeases,
     problems: Mutex<Vec<String>>,
+    /// What was found of former lives.
+    swept: Mutex<Vec<String>>,
     meta_fetched: AtomicU64,
     stopped: AtomicBool,
     recordings: Arc<Recordings>,
@@ -128,15 +142,51 @@ impl Node {
     /// [`LayerfsError::Owned`] if another process serves the directory; otherwise what stands
     /// in the way of mounting.
     pub fn start(config: NodeConfig) -> Result<Arc<Self>> {
+        Self::start_with(config, &mut Sets::new(), None)
+    }
+
+    /// The same for a process with a holder, which keeps what the next one needs. With the `sets` of
+    /// the process before, what that had mounted is taken over where the kernel still waits for
+    /// answers: reads are served before this returns, and nothing is unmounted but what nobody knows.
+    /// Takes out of `sets` what it uses.
+    ///
+    /// # Errors
+    /// As [`Node::start`]. What was taken over then stays as it is, for another attempt.
+    pub fn start_with(
+        config: NodeConfig,
+        sets: &mut Sets,
+        keeper: Option<Arc<dyn Keeper>>,
+    ) -> Result<Arc<Self>> {
         let boot = BootId::current()?;
         let boot_text = lease::boot_text()?;
         let given = &config.root;
         fs_err::create_dir_all(given).at("create", given)?;
         let root = fs_err::canonicalize(given).at("resolve", given)?;
         check_filesystem(&root)?;
-        let lock = take_lock(&root)?;
-        let mut problems = Vec::new();
-        sweep::unmount_stale(&root, &mut problems)?;
+        let lock = match sets.remove(holder::LOCK) {
+            Some(set) => adopt::inherit_lock(&root, set)?,
+            None => None,
+        };
+        let lock = match lock {
+            Some(lock) => lock,
+            None => take_lock(&root)?,
+        };
+        if let Some(keeper) = &keeper {
+            keeper
+                .keep(holder::LOCK, &serde_json::Value::Null, &[lock.as_fd()])
+                .at("have the holder keep", &root.join("node.lock"))?;
+        }
+        let (mut problems, mut swept) = (Vec::new(), Vec::new());
+        let living = match sets.remove(holder::FUSE) {
+            Some(set) => adopt::living(&root, set, &mut problems)?,
+            None => None,
+        };
+        if living.is_none() {
+            if let Some(keeper) = &keeper {
+                let _ = keeper.forget(holder::FUSE);
+            }
+            sweep::unmount_stale(&root, &mut problems, &mut swept)?;
+        }
         for name in [
             "blobs",
             "cache",
@@ -145,21 +195,31 @@ impl Node {
             "manifests",
             "leases",
             "profiles",
+            "served",
         ] {
+            if living.is_some() && name == "blobs" {
+                // Mounted, and nobody there to ask what it is.
+                continue;
+            }
             let path = root.join(name);
             let mut builder = std::fs::DirBuilder::new();
             builder.recursive(true).mode(0o700);
             builder.create(&path).at("create", &path)?;
         }
-        sweep::remove_temporaries(&root);
+        if living.is_none() {
+            sweep::remove_temporaries(&root);
+        }
         let recordings = Arc::new(Recordings::default());
-        let registry = Arc::new(Registry::new(config.open_mode, Arc::clone(&recordings)));
+        let served = Arc::new(Served::new(&root, boot));
+        let registry = Arc::new(Registry::new(
+            config.open_mode,
+            Arc::clone(&recordings),
+            Arc::clone(&served),
+        ));
         let fetcher = Fetcher::new(config.fetch);
-        let session = serve_blobs(&config, &root, &registry)?;
         let store_leases = StoreLeases::new(&root)?;
         let learner = Learner::new(&root);
         let pins = caches::load_pins(&root, &mut problems);
-        let records = Record::load_all(&root.join("leases"), &mut problems);
         let node = Arc::new(Self {
             root,
             backing: backing::Backing::new(config.erofs),
@@ -167,15 +227,20 @@ impl Node {
             boot,
             boot_text,
             _lock: lock,
+            keeper,
+            leaving: AtomicBool::new(living.is_some()),
+            taken_over: AtomicBool::new(living.is_some()),
+            served,
             registry,
             fetcher,
-            session: Mutex::new(Some(session)),
+            session: Mutex::new(None),
             stacking: RwLock::new(()),
             slots: Mutex::new(HashMap::new()),
             generated: Mutex::new(HashMap::new()),
             leases: Mutex::new(BTreeMap::new()),
             store_leases,
             problems: Mutex::new(problems),
+            swept: Mutex::new(swept),
             meta_fetched: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
             recordings,
@@ -185,8 +250,21 @@ impl Node {
             pins: Mutex::new(pins),
             housekeeper: Housekeeper::default(),
         });
-        // From here on, dropping the node unmounts what was mounted.
-        node.restore(records?)?;
+        // From here on, dropping the node unmounts what was mounted, unless it was taken over.
+        let records = match living {
+            Some(living) => {
+                node.resume(living)?;
+                let records = node.load_leases()?;
+                node.adopt_leases(records)?
+            }
+            None => {
+                node.served.clear();
+                node.begin()?;
+                node.load_leases()?
+            }
+        };
+        node.restore(records)?;
+        node.leaving.store(false, Ordering::Release);
         node.fetcher
             .set_cold(Box::new(caches::Cold(Arc::downgrade(&node))));
         node.keep_house()?;
@@ -234,6 +312,16 @@ impl Node {
         problems.push(what);
     }
 
+    /// Lists in the status, and logs, what was found of a former life and what became of it.
+    pub fn note_swept(&self, what: String) {
+        tracing::info!(swept = %what);
+        let mut swept = self.swept.lock();
+        // The oldest say how it began.
+        if swept.len() < 100 {
+            swept.push(what);
+        }
+    }
+
     /// Mounts one layer without a lease: it stays until it is the longest idle of too many, or
     /// the node stops.
     ///
@@ -248,11 +336,39 @@ impl Node {
         self.bring_up(&store, parsed, manifest)
     }
 
+    fn load_leases(&self) -> Result<Vec<Record>> {
+        let mut problems = Vec::new();
+        let records = Record::load_all(&self.root.join("leases"), &mut problems);
+        for problem in problems {
+            self.problem(problem);
+        }
+        records
+    }
+
+    /// Mounts and serves the blob directory, and has it kept.
+    fn begin(&self) -> Result<()> {
+        let (session, device, copies) = serve_blobs(
+            &self.config,
+            &self.root,
+            &self.registry,
+            self.keeper.is_some(),
+        )?;
+        if let Some(keeper) = &self.keeper {
+            self.keep_connection(keeper.as_ref(), &session, device, &copies);
+        }
+        *self.session.lock() = Some(session);
+        Ok(())
+    }
+
     fn restore(&self, records: Vec<Record>) -> Result<()> {
         let leases_dir = self.root.join("leases");
         for record in records {
             let id = record.spec().id.clone();
             if !record.is_alive(&self.boot_text) {
+                self.note_swept(format!(
+                    "lease {id} ({}): its process is dead, or the machine was restarted since",
+                    record.spec().owner
+                ));
                 Record::remove(&leases_dir, &id)?;
                 continue;
             }
@@ -313,10 +429,10 @@ impl Node {
     fn drop_pages(&self) {
         let session = self.session.lock();
         for entry in self.registry.entries() {
-            if entry.blob.cache().is_frozen() {
-                entry.blob.cache().drop_all_pages();
-            } else {
-                entry.blob.cache().drop_pages();
+            match entry.blob().map(|blob| blob.cache()) {
+                Some(cache) if cache.is_frozen() => cache.drop_all_pages(),
+                Some(cache) => cache.drop_pages(),
+                None => {}
             }
             if let Some(session) = session.as_ref()
                 && entry.take_passed()
@@ -329,11 +445,15 @@ impl Node {
     /// Makes what the caches hold survive a crash of the machine.
     fn checkpoint(&self) {
         for entry in self.registry.entries() {
-            if let Err(e) = entry.blob.cache().checkpoint() {
-                self.problem(format!("cache of layer {}: {e}", entry.blob.layer()));
+            if let Some(blob) = entry.blob()
+                && let Err(e) = blob.cache().checkpoint()
+            {
+                self.problem(format!("cache of layer {}: {e}", entry.layer));
             }
-            if let Err(e) = entry.blob.cache().remember_whole() {
-                tracing::debug!(layer = %entry.blob.layer(), error = %e, "not remembered as whole");
+            if let Some(blob) = entry.blob()
+                && let Err(e) = blob.cache().remember_whole()
+            {
+                tracing::debug!(layer = %entry.layer, error = %e, "not remembered as whole");
             }
         }
     }
@@ -405,6 +525,14 @@ impl Node {
                 return Err(busy(&self.root.join("layers").join(layer.hex())));
             }
         }
+        if force {
+            // What nobody knew of: a layer that could not be adopted, say.
+            for path in sweep::ours(&self.root)? {
+                if path != self.blobs_dir() {
+                    let _ = unmount_busy(&path, true);
+                }
+            }
+        }
         let blobs = self.blobs_dir();
         if force {
             // Ends the connection: whoever still has a copy of a mount gets errors, and our
@@ -431,8 +559,10 @@ impl Node {
         } else if !force {
             // The filesystem is gone, and with it all open files; who aborts it cannot say that.
             for entry in self.registry.entries() {
-                if entry.blob.cache().is_frozen() {
-                    entry.blob.give_back();
+                if let Some(blob) = entry.blob()
+                    && blob.cache().is_frozen()
+                {
+                    blob.give_back();
                 }
             }
         }
@@ -442,6 +572,9 @@ impl Node {
 
 impl Drop for Node {
     fn drop(&mut self) {
+        if self.leaving.load(Ordering::Acquire) {
+            return;
+        }
         if let Err(e) = self.stop(true) {
             tracing::error!(root = %self.root.display(), error = %e, "node left mounts behind");
         }
@@ -464,8 +597,14 @@ fn housekeeping(node: &Weak<Node>, end: &(Mutex<bool>, Condvar), pause: Duration
     }
 }
 
-/// Opens, mounts and serves the blob directory.
-fn serve_blobs(config: &NodeConfig, root: &Path, registry: &Arc<Registry>) -> Result<Session> {
+/// Opens, mounts and serves the blob directory. Gives its device number, and copies of its
+/// descriptors if they are wanted.
+fn serve_blobs(
+    config: &NodeConfig,
+    root: &Path,
+    registry: &Arc<Registry>,
+    copies: bool,
+) -> Result<(Session, (u32, u32), Vec<OwnedFd>)> {
     let blobs = root.join("blobs");
     let unsupported = |e: layerpack_sys::SysError| match e.errno {
         Errno::NOENT | Errno::NODEV | Errno::NXIO => LayerfsError::Unsupported {
@@ -494,21 +633,29 @@ fn serve_blobs(config: &NodeConfig, root: &Path, registry: &Arc<Registry>) -> Re
         channels.push(fusedev::clone(device.as_fd())?);
     }
     channels.push(device);
+    let copies = if copies {
+        channels
+            .iter()
+            .map(OwnedFd::try_clone)
+            .collect::<std::io::Result<Vec<_>>>()
+            .at("copy descriptors of", &blobs)?
+    } else {
+        Vec::new()
+    };
     let source: Arc<dyn crate::fuse::BlobSource> = Arc::clone(registry) as _;
     let session =
         Session::start(channels, config.session, source).at("start threads for", &blobs)?;
     mount::attach(fd.as_fd(), &blobs)?;
     // A descriptor of the mount would keep it alive after unmount.
     drop(fd);
-    if let Some(entry) = layerpack_sys::mountinfo::read()?
+    // Asked of the mount table: the directory itself would ask us, and we may not be there.
+    let device = layerpack_sys::mountinfo::read()?
         .into_iter()
         .rev()
         .find(|entry| entry.target == blobs)
-    {
-        let (major, minor) = entry.device;
-        write_read_ahead(major, minor, config.read_ahead_kb);
-    }
-    Ok(session)
+        .map_or((0, 0), |entry| entry.device);
+    write_read_ahead(device.0, device.1, config.read_ahead_kb);
+    Ok((session, device, copies))
 }
 
 /// Sets a mount's readahead; the kernel's own is 128 KiB, and FUSE cannot ask for more.
@@ -566,6 +713,12 @@ fn take_lock(root: &Path) -> Result<fs_err::File> {
             },
         });
     }
+    sign_lock(file)
+}
+
+/// Writes who has the lock.
+fn sign_lock(mut file: fs_err::File) -> Result<fs_err::File> {
+    let path = file.path().to_owned();
     file.set_len(0)
         .and_then(|()| file.rewind())
         .and_then(|()| writeln!(file, "process {}", std::process::id()))

@@ -124,7 +124,7 @@ impl Node {
         }
         let blobs = layers
             .iter()
-            .filter_map(|layer| Some((*layer, Arc::clone(&self.registry.get(*layer)?.blob))))
+            .filter_map(|layer| Some((*layer, Arc::clone(self.registry.get(*layer)?.blob()?))))
             .collect();
         let task = Task {
             store: store.clone(),

@@ -5,17 +5,27 @@
 //!
 //! A blob leaves the directory only when its layer is unmounted **and** the kernel holds no open
 //! file of it: a sandbox may hold a copy of the mount that nobody told us of.
+//!
+//! An entry that was taken over from another process has its place and its size at once, and is
+//! opened when it is first read, or later at the node's leisure: so serving goes on before anything
+//! else is looked at, and a blob that cannot be opened is the trouble of its own readers only.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use layerpack_store::LayerId;
 use rustix::io::Errno;
 
+use super::served::{Record, Served};
+use crate::error::Result as NodeResult;
 use crate::fetch::Blob;
 use crate::fuse::{BlobAttr, BlobSource, OpenMode, ReplyBuf};
 use crate::record::Recordings;
-use crate::sync::{AtomicBool, AtomicU64, Ordering, RwLock};
+use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering, RwLock};
+
+/// How long a blob that could not be opened is not tried again.
+const AGAIN: Duration = Duration::from_secs(1);
 
 /// Bytes that may go into the pages of a blob's file before they are dropped: the filesystem above
 /// keeps its own. More costs memory, less has the kernel drop what it read ahead and was not asked
@@ -25,7 +35,11 @@ const KEEP_PAGES: u64 = 16 << 20;
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) ino: u64,
-    pub(super) blob: Arc<Blob>,
+    pub(super) layer: LayerId,
+    size: u64,
+    blob: OnceLock<Arc<Blob>>,
+    /// Held while the blob is being opened; when that failed last.
+    opening: Mutex<Option<Instant>>,
     opens: AtomicU64,
     retired: AtomicBool,
     /// Bytes that went into the pages of its file since they were last dropped.
@@ -33,6 +47,19 @@ pub(super) struct Entry {
 }
 
 impl Entry {
+    fn new(layer: LayerId, size: u64, opens: u64, retired: bool) -> Self {
+        Self {
+            ino: ino_of(layer),
+            layer,
+            size,
+            blob: OnceLock::new(),
+            opening: Mutex::new(None),
+            opens: AtomicU64::new(opens),
+            retired: AtomicBool::new(retired),
+            passed: AtomicU64::new(0),
+        }
+    }
+
     pub(super) fn opens(&self) -> u64 {
         self.opens.load(Ordering::Acquire)
     }
@@ -42,14 +69,55 @@ impl Entry {
         self.passed.swap(0, Ordering::Relaxed) > 0
     }
 
+    /// The count itself.
+    pub(super) fn open_count(&self) -> &AtomicU64 {
+        &self.opens
+    }
+
+    /// The blob, unless it is still to be opened.
+    pub(super) fn blob(&self) -> Option<&Arc<Blob>> {
+        self.blob.get()
+    }
+
+    /// The blob, opened by `open` if it is not open yet. One opens it at a time.
+    pub(super) fn opened(
+        &self,
+        recordings: &Recordings,
+        open: impl FnOnce() -> NodeResult<Arc<Blob>>,
+    ) -> NodeResult<Arc<Blob>> {
+        let mut failed = self.opening.lock();
+        if let Some(blob) = self.blob.get() {
+            return Ok(Arc::clone(blob));
+        }
+        match open() {
+            Ok(blob) => {
+                blob.taps.set(recordings.taps(self.layer));
+                blob.taps.watch(recordings.traces.of(self.layer));
+                *failed = None;
+                Ok(Arc::clone(self.blob.get_or_init(|| blob)))
+            }
+            Err(e) => {
+                *failed = Some(Instant::now());
+                Err(e)
+            }
+        }
+    }
+
+    fn failed_lately(&self) -> bool {
+        self.opening.lock().is_some_and(|at| at.elapsed() < AGAIN)
+    }
+
     fn attr(&self) -> BlobAttr {
         BlobAttr {
             ino: self.ino,
-            size: self.blob.map().data_size(),
-            held: self.blob.cached_bytes(),
+            size: self.size,
+            held: self.blob().map_or(0, |blob| blob.cached_bytes()),
         }
     }
 }
+
+/// Opens the blob of a layer that was taken over.
+pub(super) type Opener = Box<dyn Fn(LayerId) -> NodeResult<Arc<Blob>> + Send + Sync>;
 
 #[derive(Debug, Default)]
 struct Tables {
@@ -57,11 +125,20 @@ struct Tables {
     by_name: BTreeMap<Vec<u8>, u64>,
 }
 
-#[derive(Debug)]
 pub(super) struct Registry {
     mode: OpenMode,
     recordings: Arc<Recordings>,
+    served: Arc<Served>,
     tables: RwLock<Tables>,
+    opener: OnceLock<Opener>,
+}
+
+impl std::fmt::Debug for Registry {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Registry")
+            .field("mode", &self.mode)
+            .finish_non_exhaustive()
+    }
 }
 
 /// Inode number of a layer's blob. 0 and 1 have a meaning of their own.
@@ -74,12 +151,48 @@ fn ino_of(layer: LayerId) -> u64 {
 }
 
 impl Registry {
-    pub(super) fn new(mode: OpenMode, recordings: Arc<Recordings>) -> Self {
+    pub(super) fn new(mode: OpenMode, recordings: Arc<Recordings>, served: Arc<Served>) -> Self {
         Self {
             mode,
             recordings,
+            served,
             tables: RwLock::new(Tables::default()),
+            opener: OnceLock::new(),
         }
+    }
+
+    /// What opens the blobs of entries that are adopted. Set once, before that.
+    pub(super) fn set_opener(&self, opener: Opener) {
+        let _ = self.opener.set(opener);
+    }
+
+    /// Puts a blob back in its place that another process served. `false` if a layer with the same
+    /// inode number is there.
+    pub(super) fn adopt(&self, record: &Record, retired: bool) -> bool {
+        let entry = Entry::new(record.layer, record.size, record.opens, retired);
+        let mut tables = self.tables.write();
+        if tables.by_ino.contains_key(&entry.ino) {
+            return false;
+        }
+        tables
+            .by_name
+            .insert(record.layer.hex().into_bytes(), entry.ino);
+        tables.by_ino.insert(entry.ino, Arc::new(entry));
+        true
+    }
+
+    /// The blob of an entry, for a reader.
+    fn blob_of(&self, entry: &Entry) -> Result<Arc<Blob>, Errno> {
+        if let Some(blob) = entry.blob() {
+            return Ok(Arc::clone(blob));
+        }
+        let opener = self.opener.get().ok_or(Errno::IO)?;
+        if entry.failed_lately() {
+            return Err(Errno::IO);
+        }
+        entry
+            .opened(&self.recordings, || opener(entry.layer))
+            .map_err(|_| Errno::IO)
     }
 
     fn entry(&self, ino: u64) -> Option<Arc<Entry>> {
@@ -89,7 +202,7 @@ impl Registry {
     /// The blob of a layer, also if it is only still held by some mount.
     pub(super) fn get(&self, layer: LayerId) -> Option<Arc<Entry>> {
         self.entry(ino_of(layer))
-            .filter(|entry| entry.blob.layer() == layer)
+            .filter(|entry| entry.layer == layer)
     }
 
     /// Adds a blob. `None` if another layer has its inode number.
@@ -98,17 +211,13 @@ impl Registry {
         let ino = ino_of(layer);
         let mut tables = self.tables.write();
         if let Some(entry) = tables.by_ino.get(&ino) {
-            return (entry.blob.layer() == layer).then(|| Arc::clone(entry));
+            return (entry.layer == layer).then(|| Arc::clone(entry));
         }
         blob.taps.set(self.recordings.taps(layer));
         blob.taps.watch(self.recordings.traces.of(layer));
-        let entry = Arc::new(Entry {
-            ino,
-            blob,
-            opens: AtomicU64::new(0),
-            retired: AtomicBool::new(false),
-            passed: AtomicU64::new(0),
-        });
+        let entry = Entry::new(layer, blob.map().data_size(), 0, false);
+        let _ = entry.blob.set(blob);
+        let entry = Arc::new(entry);
         tables.by_ino.insert(ino, Arc::clone(&entry));
         tables.by_name.insert(layer.hex().into_bytes(), ino);
         Some(entry)
@@ -116,9 +225,11 @@ impl Registry {
 
     /// Has a layer's reads told to the recordings and traces of it that run now.
     pub(super) fn tap(&self, layer: LayerId, recordings: &Recordings) {
-        if let Some(entry) = self.get(layer) {
-            entry.blob.taps.set(recordings.taps(layer));
-            entry.blob.taps.watch(recordings.traces.of(layer));
+        if let Some(entry) = self.get(layer)
+            && let Some(blob) = entry.blob()
+        {
+            blob.taps.set(recordings.taps(layer));
+            blob.taps.watch(recordings.traces.of(layer));
         }
     }
 
@@ -147,7 +258,11 @@ impl Registry {
             .collect();
         for entry in &gone {
             tables.by_ino.remove(&entry.ino);
-            tables.by_name.remove(entry.blob.layer().hex().as_bytes());
+            tables.by_name.remove(entry.layer.hex().as_bytes());
+        }
+        drop(tables);
+        for entry in &gone {
+            self.served.remove(entry.layer);
         }
         gone
     }
@@ -186,11 +301,18 @@ impl BlobSource for Registry {
     fn open(&self, ino: u64) -> Result<OpenMode, Errno> {
         // Counted with the table locked, so that `reap` sees the open or the open finds nothing.
         let tables = self.tables.read();
-        let entry = tables.by_ino.get(&ino).ok_or(Errno::STALE)?;
+        let entry = Arc::clone(tables.by_ino.get(&ino).ok_or(Errno::STALE)?);
         entry.opens.fetch_add(1, Ordering::AcqRel);
+        drop(tables);
+        // On disk before the kernel is answered: who takes over must not count less than there are.
+        if let Err(e) = self.served.note_opens(entry.layer, &entry.opens) {
+            tracing::error!(layer = %entry.layer, error = %e, "an open cannot be recorded");
+            entry.opens.fetch_sub(1, Ordering::AcqRel);
+            return Err(Errno::IO);
+        }
         // What the kernel has cached would not be seen by a recording.
         match self.mode {
-            OpenMode::Cached if entry.blob.taps.loud() => Ok(OpenMode::Fresh),
+            OpenMode::Cached if entry.blob().is_some_and(|b| b.taps.loud()) => Ok(OpenMode::Fresh),
             mode => Ok(mode),
         }
     }
@@ -200,16 +322,22 @@ impl BlobSource for Registry {
             let _ = entry
                 .opens
                 .fetch_update(Ordering::AcqRel, Ordering::Acquire, |n| n.checked_sub(1));
+            if let Err(e) = self.served.note_opens(entry.layer, &entry.opens) {
+                // Too many on record: whoever takes over keeps the blob longer than it must.
+                tracing::warn!(layer = %entry.layer, error = %e, "a close is not recorded");
+            }
         }
     }
 
     fn lend(&self, ino: u64) -> Option<std::os::fd::OwnedFd> {
-        self.entry(ino)?.blob.lend()
+        self.entry(ino)?.blob()?.lend()
     }
 
     fn give_back(&self, ino: u64) {
-        if let Some(entry) = self.entry(ino) {
-            entry.blob.give_back();
+        if let Some(entry) = self.entry(ino)
+            && let Some(blob) = entry.blob()
+        {
+            blob.give_back();
         }
     }
 
@@ -231,8 +359,9 @@ impl BlobSource for Registry {
         buf: &mut ReplyBuf,
     ) -> Option<Result<(), Errno>> {
         match self.entry(ino) {
+            // One that is still to be opened is opened by who may wait.
             Some(entry) => entry
-                .blob
+                .blob()?
                 .try_read(offset, len, buf)
                 .map(|result| result.map_err(|e| e.errno())),
             None => Some(Err(Errno::STALE)),
@@ -240,9 +369,8 @@ impl BlobSource for Registry {
     }
 
     fn read(&self, ino: u64, offset: u64, len: usize, buf: &mut ReplyBuf) -> Result<(), Errno> {
-        self.entry(ino)
-            .ok_or(Errno::STALE)?
-            .blob
+        let entry = self.entry(ino).ok_or(Errno::STALE)?;
+        self.blob_of(&entry)?
             .read(offset, len, buf)
             .map_err(|e| e.errno())
     }

@@ -231,8 +231,10 @@ impl Node {
     }
 
     fn implicit_of(&self, id: LayerId, manifest: &Manifest) -> Result<Vec<Vec<u8>>> {
-        if let Some(entry) = self.registry.get(id) {
-            return Ok(entry.blob.map().implicit_dirs().to_vec());
+        if let Some(entry) = self.registry.get(id)
+            && let Some(blob) = entry.blob()
+        {
+            return Ok(blob.map().implicit_dirs().to_vec());
         }
         let path = self.root.join("cache").join(id.hex()).join("map");
         let map = read_verified(&path, &manifest.map)
@@ -372,8 +374,10 @@ impl Node {
         for entry in self.registry.reap() {
             // A fetch that outlives its readers may hold the blob a while longer, so its state
             // is not left to the last drop.
-            if let Err(e) = entry.blob.cache().checkpoint() {
-                self.problem(format!("cache of layer {}: {e}", entry.blob.layer()));
+            if let Some(blob) = entry.blob()
+                && let Err(e) = blob.cache().checkpoint()
+            {
+                self.problem(format!("cache of layer {}: {e}", entry.layer));
             }
         }
     }

@@ -65,13 +65,13 @@ impl Node {
         }
         let mounted: Vec<LayerId> = known.keys().copied().collect();
         for entry in self.registry.entries() {
-            let manifest = entry.blob.manifest();
-            known.entry(entry.blob.layer()).or_insert_with(|| {
+            // One that was taken over and cannot be opened is a problem, and listed as such.
+            let Some(blob) = entry.blob() else { continue };
+            let manifest = blob.manifest();
+            known.entry(entry.layer).or_insert_with(|| {
                 (
                     manifest.clone(),
-                    manifest
-                        .digest()
-                        .unwrap_or_else(|_| *entry.blob.layer().digest()),
+                    manifest.digest().unwrap_or_else(|_| *entry.layer.digest()),
                 )
             });
         }
@@ -127,6 +127,7 @@ impl Node {
                 .lock()
                 .as_ref()
                 .map_or_else(Vec::new, PeerLink::list),
+            swept: self.swept.lock().clone(),
         }
     }
 
@@ -195,26 +196,29 @@ impl Node {
         let Some(entry) = self.registry.get(id) else {
             return status;
         };
-        let counters = &entry.blob.counters;
         status.opens = entry.opens();
+        let Some(blob) = entry.blob() else {
+            return status;
+        };
+        let counters = &blob.counters;
         status.cached_bytes = counters.cached.load(Ordering::Relaxed);
         status.fetched_bytes = counters.fetched_stored.load(Ordering::Relaxed);
         status.fetched_raw_bytes = counters.fetched_raw.load(Ordering::Relaxed);
         status.requests = counters.requests.load(Ordering::Relaxed);
         status.from_peers_bytes = counters.from_peers.load(Ordering::Relaxed);
         status.frames = counters.frames.load(Ordering::Relaxed);
-        status.written_bytes = entry.blob.cache().written_bytes();
+        status.written_bytes = blob.cache().written_bytes();
         status.served_bytes = counters.served.load(Ordering::Relaxed);
         status.reads = counters.reads.load(Ordering::Relaxed);
         status.misses = counters.misses.load(Ordering::Relaxed);
         status.errors = counters.errors.load(Ordering::Relaxed);
         status.passed_through_bytes = counters.passed_through.load(Ordering::Relaxed);
-        status.evicted_bytes = entry.blob.evicted_bytes();
+        status.evicted_bytes = blob.evicted_bytes();
         (
             status.prefetched_bytes,
             status.prefetch_used_bytes,
             status.prefetch_wasted_bytes,
-        ) = entry.blob.ahead();
+        ) = blob.ahead();
         status
     }
 }

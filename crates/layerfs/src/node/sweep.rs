@@ -1,6 +1,6 @@
 //! What a dead predecessor left: mounts and temporary files.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use layerpack_sys::{mount, mountinfo};
 
@@ -11,7 +11,11 @@ const OURS: [&str; 3] = ["blobs", "layers", "stacks"];
 
 /// Takes every mount out of the node's directories, the latest first. Lazily: a predecessor's
 /// sandboxes may hold copies, and a mount whose FUSE server is dead must not stop us.
-pub(super) fn unmount_stale(root: &Path, problems: &mut Vec<String>) -> Result<()> {
+pub(super) fn unmount_stale(
+    root: &Path,
+    problems: &mut Vec<String>,
+    swept: &mut Vec<String>,
+) -> Result<()> {
     // Mounts can lie on top of each other; one pass takes one of each place.
     for _ in 0..16 {
         let stale: Vec<_> = mountinfo::read()?
@@ -27,12 +31,29 @@ pub(super) fn unmount_stale(root: &Path, problems: &mut Vec<String>) -> Result<(
         for entry in stale.iter().rev() {
             tracing::info!(target = %entry.target.display(), fstype = %entry.fstype,
                 "unmounting what a former daemon left");
+            swept.push(format!(
+                "unmounted {} ({}), left by a former daemon",
+                entry.target.display(),
+                entry.fstype
+            ));
             if let Err(e) = mount::unmount(&entry.target, true) {
                 problems.push(format!("stale mount: {e}"));
             }
         }
     }
     Ok(())
+}
+
+/// Mount points in the node's directories, in the order of mounting.
+pub(super) fn ours(root: &Path) -> Result<Vec<PathBuf>> {
+    Ok(mountinfo::read()?
+        .into_iter()
+        .filter(|entry| {
+            OURS.iter()
+                .any(|name| entry.target.starts_with(root.join(name)))
+        })
+        .map(|entry| entry.target)
+        .collect())
 }
 
 /// Removes files that were being written when the predecessor died.

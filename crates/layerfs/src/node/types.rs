@@ -252,4 +252,7 @@ pub struct NodeStatus {
     /// Nodes that this one asks for what they have.
     #[serde(default)]
     pub peers: Vec<PeerInfo>,
+    /// What was found of former lives when the node began, and what became of it.
+    #[serde(default)]
+    pub swept: Vec<String>,
 }

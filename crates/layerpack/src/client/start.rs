@@ -121,8 +121,13 @@ fn start(root: &Path, client: &Client) -> anyhow::Result<api::Info> {
         }
         std::thread::sleep(STEP);
     }
-    let _ = daemon.kill();
-    let _ = daemon.wait();
+    // Not killed: it has a process of its own to end.
+    if let Some(pid) = i32::try_from(daemon.id())
+        .ok()
+        .and_then(rustix::process::Pid::from_raw)
+    {
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+    }
     bail!(
         "the daemon did not answer within {} s (log: {})",
         LIMIT.as_secs(),

@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use anyhow::{Context as _, bail};
 use layerpack_layerfs::LeaseSpec;
+use layerpack_layerfs::holder::{Question, Reply, Who, ask};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Pid;
 use serde::Serialize;
@@ -16,6 +18,7 @@ use crate::api;
 use crate::args::{DaemonArgs, DaemonCommand};
 use crate::client::{Client, ClientError};
 use crate::context::{Context, prepare_root, require_root};
+use crate::holder::{self, Linked};
 use crate::mounts::Place;
 use crate::output::{Table, print, printable};
 use crate::policy::{self, Policy};
@@ -34,6 +37,7 @@ pub(super) fn run(context: &Context, args: DaemonArgs) -> Outcome {
         metrics_listen: None,
         node: Box::default(),
         config: None,
+        no_holder: false,
     }) {
         DaemonCommand::Run {
             detached,
@@ -43,6 +47,7 @@ pub(super) fn run(context: &Context, args: DaemonArgs) -> Outcome {
             metrics_listen,
             node,
             config,
+            no_holder,
         } => {
             let given = Given {
                 config,
@@ -51,15 +56,33 @@ pub(super) fn run(context: &Context, args: DaemonArgs) -> Outcome {
                 metrics_listen,
                 node: *node,
             };
-            serve(context, detached, policy, given)
+            serve(context, detached, no_holder, policy, given)
         }
+        DaemonCommand::Upgrade => upgrade(context),
         DaemonCommand::Stop { force } => stop(context, force),
         DaemonCommand::Status => status(context),
     }
 }
 
-fn serve(context: &Context, detached: bool, policy: Option<PathBuf>, given: Given) -> Outcome {
+fn serve(
+    context: &Context,
+    detached: bool,
+    no_holder: bool,
+    policy: Option<PathBuf>,
+    given: Given,
+) -> Outcome {
     require_root("the daemon")?;
+    if let Some(mut linked) = Linked::open(context.root())? {
+        // What was checked when the holder began is not checked again: a file that was edited since
+        // must not keep a daemon from starting that died.
+        let settings = linked.settings(|| Settings::load(given))?;
+        let policy = policy.map_or_else(
+            || context.root().join(policy::FILE_NAME),
+            |path| fs_err::canonicalize(&path).unwrap_or(path),
+        );
+        crate::daemon::run(context.root(), policy, &settings, Some(linked))?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let settings = Settings::load(given)?;
     prepare_root(context.root())?;
     if detached {
@@ -75,8 +98,60 @@ fn serve(context: &Context, detached: bool, policy: Option<PathBuf>, given: Give
         }
         None => context.root().join(policy::FILE_NAME),
     };
-    crate::daemon::run(context.root(), policy, &settings)?;
+    if !no_holder {
+        return Err(holder::become_holder(context.root()).into());
+    }
+    crate::daemon::run(context.root(), policy, &settings, None)?;
     Ok(ExitCode::SUCCESS)
+}
+
+#[derive(Debug, Serialize)]
+struct Upgraded {
+    /// Absent if none lived at that moment.
+    old: Option<Who>,
+    new: Who,
+}
+
+fn upgrade(context: &Context) -> Outcome {
+    require_root("upgrading the daemon")?;
+    let upgraded = take_over(context.root())?;
+    let version = |who: &Who| format!("{} (process {})", who.version, who.pid);
+    print(context.format, &upgraded, |out| {
+        let old = upgraded.old.as_ref().map_or("none".to_owned(), version);
+        writeln!(
+            out,
+            "layerpack {old} gave way to {}",
+            version(&upgraded.new)
+        )
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Has this program take over from the daemon.
+fn take_over(root: &Path) -> anyhow::Result<Upgraded> {
+    let program = holder::program()?;
+    match ask(root, &Question::Upgrade, Some(&program)) {
+        Ok(Reply::Upgraded { old, new }) => Ok(Upgraded { old, new }),
+        Ok(Reply::Refused { why }) => bail!("the daemon was not upgraded: {why}"),
+        Ok(other) => bail!("the holder gave no answer to this: {other:?}"),
+        Err(e) if is_absent(&e) => {
+            let info = Client::new(root)?.info()?;
+            bail!(
+                "the daemon for {} (process {}) runs without a holder: stop it (`layerpack daemon stop`) and start it again",
+                root.display(),
+                info.pid
+            );
+        }
+        Err(e) => Err(e).context("the daemon was not upgraded"),
+    }
+}
+
+/// Whether nobody listens there.
+fn is_absent(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
+    )
 }
 
 #[derive(Debug, Serialize)]
@@ -96,6 +171,8 @@ fn stop(context: &Context, force: bool) -> Outcome {
             true
         }
         Err(StopError::Client(ClientError::NotRunning { .. })) => false,
+        // One that dies again and again answers nothing; its holder does.
+        Err(StopError::Client(ClientError::Lost { .. })) => end_holder(context.root())?,
         Err(error) => return Err(error.into()),
     };
     print(context.format, &Stopped { stopped }, |out| {
@@ -129,30 +206,72 @@ enum StopError {
     Stays { root: String, pid: u32 },
 }
 
-/// Stops the daemon and waits until its process has ended.
-fn end(client: &Client, root: &Path, force: bool) -> Result<(), StopError> {
-    let pid = client.info()?.pid;
-    // Taken before the stop, so that it cannot be of a later process of that number.
-    let process = i32::try_from(pid)
+/// A descriptor of a process. Taken before it is told to stop, so that it cannot be of a later
+/// process of that number.
+fn process(pid: u32) -> Option<OwnedFd> {
+    i32::try_from(pid)
         .ok()
         .and_then(Pid::from_raw)
-        .and_then(|pid| layerpack_sys::ns::pidfd_open(pid).ok());
+        .and_then(|pid| layerpack_sys::ns::pidfd_open(pid).ok())
+}
+
+/// Waits until these processes have ended.
+fn wait_gone(root: &Path, pid: u32, processes: &[OwnedFd]) -> Result<(), StopError> {
+    let begun = Instant::now();
+    let mut left = processes;
+    while let Some((first, rest)) = left.split_first() {
+        if has_ended(first) {
+            left = rest;
+        } else if begun.elapsed() >= GONE {
+            return Err(StopError::Stays {
+                root: root.display().to_string(),
+                pid,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Stops the daemon and waits until its process and its holder have ended.
+fn end(client: &Client, root: &Path, force: bool) -> Result<(), StopError> {
+    let info = client.info()?;
+    let pid = info.pid;
+    let holder = info.holder.map(|holder| holder.pid);
+    let processes: Vec<OwnedFd> = [Some(pid), holder]
+        .into_iter()
+        .flatten()
+        .filter_map(process)
+        .collect();
     client.stop(force)?;
+    if !processes.is_empty() {
+        return wait_gone(root, pid, &processes);
+    }
+    // In another pid namespace its number says nothing, and its socket has to do.
     let begun = Instant::now();
     while begun.elapsed() < GONE {
-        // In another pid namespace its number says nothing, and its socket has to do.
-        let gone = match &process {
-            Some(process) => has_ended(process),
-            None => matches!(client.info(), Err(ClientError::NotRunning { .. })),
-        };
-        if gone {
+        if matches!(client.info(), Err(ClientError::NotRunning { .. })) {
             return Ok(());
         }
+        std::thread::sleep(Duration::from_millis(50));
     }
     Err(StopError::Stays {
         root: root.display().to_string(),
         pid,
     })
+}
+
+/// Ends a daemon that does not answer, by its holder. `false` if there is none.
+fn end_holder(root: &Path) -> anyhow::Result<bool> {
+    let holder = match ask(root, &Question::Status, None) {
+        Ok(Reply::Standing { holder, .. }) => holder,
+        Ok(other) => bail!("the holder gave no answer to this: {other:?}"),
+        Err(e) if is_absent(&e) => return Ok(false),
+        Err(e) => return Err(e).context("the daemon's holder cannot be asked"),
+    };
+    let processes: Vec<OwnedFd> = process(holder.pid).into_iter().collect();
+    ask(root, &Question::Stop, None).context("the daemon's holder cannot be asked")?;
+    wait_gone(root, holder.pid, &processes)?;
+    Ok(true)
 }
 
 /// Waits a moment for the end of the process behind a descriptor.
@@ -180,6 +299,14 @@ fn describe(out: &mut dyn Write, status: &api::Status) -> io::Result<()> {
         daemon.pid,
         daemon.root.display()
     )?;
+    match &daemon.holder {
+        Some(holder) => writeln!(
+            out,
+            "kept by process {} (version {}): {} restarts, {} upgrades",
+            holder.pid, holder.version, holder.restarts, holder.upgrades
+        )?,
+        None => writeln!(out, "no holder: if the process dies, reads fail")?,
+    }
     let totals = &status.node.totals;
     writeln!(
         out,
@@ -240,6 +367,9 @@ fn describe(out: &mut dyn Write, status: &api::Status) -> io::Result<()> {
             ]);
         }
         table.write(out)?;
+    }
+    for swept in &status.node.swept {
+        writeln!(out, "swept: {}", printable(swept))?;
     }
     for problem in &status.node.problems {
         writeln!(out, "problem: {}", printable(problem))?;

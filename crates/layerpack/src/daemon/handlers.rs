@@ -22,6 +22,7 @@ use super::channels::Channels;
 use super::{guards, prune};
 use crate::api;
 use crate::failure::one_line;
+use crate::holder::Worker;
 use crate::launch::sandboxes;
 use crate::policy::Policy;
 use crate::stores;
@@ -41,6 +42,8 @@ pub(super) struct Server {
     /// File of the signature policy.
     policy: PathBuf,
     stores: Mutex<HashMap<String, LayerStore>>,
+    /// This process as its holder has it.
+    worker: Option<Worker>,
     /// The sockets of sandboxes.
     pub(super) channels: Channels,
 }
@@ -51,14 +54,24 @@ impl Server {
         info: api::Info,
         stop: Arc<Notify>,
         policy: PathBuf,
+        worker: Option<Worker>,
     ) -> Self {
         Self {
             node,
             info,
             stop,
             policy,
+            worker,
             stores: Mutex::new(HashMap::new()),
             channels: Channels::default(),
+        }
+    }
+
+    /// Who answers, and who its holder is now.
+    pub(super) fn info(&self) -> api::Info {
+        api::Info {
+            holder: self.worker.as_ref().and_then(Worker::holder),
+            ..self.info.clone()
         }
     }
 
@@ -156,13 +169,13 @@ impl IntoResponse for Refusal {
 type Reply<T> = Result<Json<T>, Refusal>;
 
 pub(super) async fn info(State(server): State<Arc<Server>>) -> Json<api::Info> {
-    Json(server.info.clone())
+    Json(server.info())
 }
 
 pub(super) async fn status(State(server): State<Arc<Server>>) -> Reply<api::Status> {
     blocking(move || {
         Ok(api::Status {
-            daemon: server.info.clone(),
+            daemon: server.info(),
             node: server.node.status(),
             leases: server.node.leases(),
         })
@@ -272,7 +285,8 @@ pub(super) async fn guard(
 ) -> Reply<api::Guarding> {
     let request = parsed(body)?;
     blocking(move || {
-        guards::watch(&server.info.root, &request.sandbox, request.pid)
+        let (root, worker) = (&server.info.root, server.worker.as_ref());
+        guards::watch(root, &request.sandbox, request.pid, worker)
             .map_err(|error| Refusal::new(StatusCode::NOT_FOUND, error))?;
         Ok(api::Guarding { guarding: true })
     })

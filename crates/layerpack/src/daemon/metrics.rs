@@ -239,9 +239,19 @@ fn histogram(out: &mut String, name: &str, help: &str, of: &Latencies) {
     let _ = writeln!(out, "{name}_sum {whole}.{rest:06}\n{name}_count {sum}");
 }
 
-/// The whole page.
-fn render(metrics: &NodeMetrics) -> String {
+/// The whole page. `holder`: if there is one.
+fn render(metrics: &NodeMetrics, holder: Option<&api::Holder>) -> String {
     let mut out = String::new();
+    if let Some(holder) = holder {
+        let name = "layerpack_daemon_restarts_total";
+        let help = "How often the daemon's process died and was started again";
+        head(&mut out, name, "counter", help);
+        let _ = writeln!(out, "{name} {}", holder.restarts);
+        let name = "layerpack_daemon_upgrades_total";
+        let help = "How often the daemon's process gave way to another program";
+        head(&mut out, name, "counter", help);
+        let _ = writeln!(out, "{name} {}", holder.upgrades);
+    }
     for (name, kind, help, value) in simple(metrics) {
         head(&mut out, name, kind, help);
         let _ = writeln!(out, "{name} {value}");
@@ -291,7 +301,11 @@ fn render(metrics: &NodeMetrics) -> String {
 
 /// `GET /metrics`.
 pub(super) async fn answer(State(server): State<Arc<Server>>) -> Response {
-    let page = tokio::task::spawn_blocking(move || render(&server.node.metrics())).await;
+    let page = tokio::task::spawn_blocking(move || {
+        let holder = server.info().holder;
+        render(&server.node.metrics(), holder.as_ref())
+    })
+    .await;
     match page {
         Ok(page) => ([(CONTENT_TYPE, "text/plain; version=0.0.4")], page).into_response(),
         Err(_) => axum::http::StatusCode::INTERNAL_SERVER_ERROR.into_response(),
@@ -328,7 +342,13 @@ mod tests {
         metrics.meter.fetches.counts[3] = 2;
         metrics.meter.fetches.sum_us = 1_500_000;
         metrics.meter.oldest_wait_ms = 1234;
-        let page = render(&metrics);
+        let holder = api::Holder {
+            pid: 1,
+            version: "1".to_owned(),
+            restarts: 3,
+            upgrades: 0,
+        };
+        let page = render(&metrics, Some(&holder));
         let mut names = std::collections::BTreeSet::new();
         for line in page.lines() {
             if let Some(rest) = line.strip_prefix("# TYPE ") {
@@ -349,6 +369,7 @@ mod tests {
             "layerpack_fetch_seconds_bucket{le=\"+Inf\"} 2",
             "layerpack_fetch_seconds_sum 1.500000",
             "layerpack_read_oldest_wait_seconds 1.234",
+            "layerpack_daemon_restarts_total 3",
             "layerpack_read_errors_total{kind=\"timeout\"} 0",
         ] {
             assert!(page.lines().any(|l| l == line), "{line}\n{page}");

@@ -24,11 +24,12 @@ enum Holder {
     Gone,
 }
 
-/// At the daemon's start.
-pub(super) fn at_start(node: &Node, root: &Path) {
+/// At the daemon's start. `took_over`: from a daemon that was there until just now.
+pub(super) fn at_start(node: &Node, root: &Path, took_over: bool) {
     sweep(node, root);
-    // No command can have taken a lease from this daemon yet: those there are from before.
-    prune(node, root, true);
+    // No command can have taken a lease from this daemon yet: those there are from before. But a
+    // command that got one from the process before may be about to use it.
+    prune(node, root, !took_over);
 }
 
 /// Before the daemon stops: leases that nobody holds are no reason to stay.
@@ -48,7 +49,7 @@ fn sweep(node: &Node, root: &Path) {
         }
     };
     for what in report.removed {
-        tracing::info!(%what, "removed a left-over");
+        node.note_swept(format!("removed what a dead launcher left: {what}"));
     }
     for (what, why) in report.failed {
         tracing::warn!(%what, %why, "a left-over cannot be removed");
@@ -71,7 +72,7 @@ fn prune(node: &Node, root: &Path, at_start: bool) {
         if holder == Holder::There {
             continue;
         }
-        tracing::info!(lease = %id, "its holder is gone");
+        node.note_swept(format!("lease {id}: whom it was for is gone"));
         if let Err(error) = node.release(&id) {
             tracing::warn!(lease = %id, %error, "cannot be released");
         }

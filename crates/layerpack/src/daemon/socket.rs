@@ -1,7 +1,7 @@
 //! The daemon's unix socket: who may connect, and names that are too long for the kernel.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -108,17 +108,6 @@ pub(crate) fn passed_on(root: &Path) -> anyhow::Result<Option<std::os::unix::net
 }
 
 impl OwnerOnly {
-    /// Accepts on a socket that somebody else opened.
-    ///
-    /// # Errors
-    /// What the kernel says.
-    pub(crate) fn on(listener: std::os::unix::net::UnixListener) -> io::Result<Self> {
-        Ok(Self {
-            inner: UnixListener::from_std(listener)?,
-            owner: rustix::process::geteuid().as_raw(),
-        })
-    }
-
     /// Binds the socket of the node at `root`, mode 0600. The caller holds the node's lock: a
     /// socket that is there already belongs to a dead daemon and is replaced.
     ///
@@ -138,10 +127,29 @@ impl OwnerOnly {
         })
     }
 
+    /// Listens on a socket that another process bound.
+    ///
+    /// # Errors
+    /// When it is no such socket.
+    pub(crate) fn inherit(fd: OwnedFd) -> io::Result<Self> {
+        let listener = std::os::unix::net::UnixListener::from(fd);
+        listener.set_nonblocking(true)?;
+        Ok(Self {
+            inner: UnixListener::from_std(listener)?,
+            owner: rustix::process::geteuid().as_raw(),
+        })
+    }
+
     fn may_connect(&self, stream: &UnixStream) -> bool {
         stream
             .peer_cred()
             .is_ok_and(|peer| peer.uid() == 0 || peer.uid() == self.owner)
+    }
+}
+
+impl AsFd for OwnerOnly {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.inner.as_fd()
     }
 }
 

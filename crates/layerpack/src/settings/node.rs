@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use layerpack_layerfs::peers::PeersConfig;
 use layerpack_store::peer::{PeerSource, PeerToken};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use super::{Address, pick};
 use crate::args::NodeArgs;
@@ -95,7 +95,8 @@ fn read_token(path: &Path) -> anyhow::Result<PeerToken> {
 }
 
 /// What is in force.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(default)]
 pub(crate) struct NodeSettings {
     /// How long after a mount the node learns.
     pub(crate) learn: Option<Duration>,

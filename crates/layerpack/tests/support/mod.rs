@@ -153,6 +153,35 @@ impl Node {
     }
 }
 
+impl Node {
+    /// Process id of the daemon's holder.
+    pub(crate) fn holder_pid(&self) -> i32 {
+        let status = self.json(["daemon", "status"]);
+        let pid = status.pointer("/daemon/holder/pid").unwrap();
+        i32::try_from(pid.as_i64().unwrap()).unwrap()
+    }
+
+    /// Kills the daemon and what would start it again.
+    pub(crate) fn kill_all(&self) {
+        let (holder, daemon) = (self.holder_pid(), self.daemon_pid().unwrap());
+        // Stopped first, so that it sees nothing of the other's end.
+        kill(holder, "STOP");
+        kill(daemon, "KILL");
+        kill(holder, "KILL");
+        let gone = |pid| !Path::new(&format!("/proc/{pid}/root")).exists() || is_zombie(pid);
+        assert!(wait_until(|| gone(holder) && gone(daemon)));
+    }
+
+    /// Kills the daemon and waits until another process serves in its place.
+    #[track_caller]
+    pub(crate) fn kill_daemon(&self) {
+        let before = self.daemon_pid().unwrap();
+        kill(before, "KILL");
+        let another = || self.daemon_pid().is_some_and(|pid| pid != before);
+        assert!(wait_until(another), "{}", self.log());
+    }
+}
+
 impl Drop for Node {
     fn drop(&mut self) {
         end(self);

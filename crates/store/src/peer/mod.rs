@@ -57,7 +57,7 @@ pub struct PeerAnswer {
 }
 
 /// Where peers are.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub struct PeerSource {
     host: String,
     port: u16,
@@ -132,8 +132,9 @@ impl FromStr for PeerSource {
     }
 }
 
-/// What all peers know, and show to each other.
-#[derive(Clone, PartialEq, Eq)]
+/// What all peers know, and show to each other. It is serialised as it is, for those who keep it from one
+/// process of a daemon to the next; it belongs into no file that others read.
+#[derive(Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct PeerToken(String);
 
 impl PeerToken {

@@ -64,6 +64,11 @@ pub(super) fn run(root: &Path) -> Vec<Finding> {
     if let Ok(served) = &served {
         findings.extend(overlay_options(&served.lower, &scratch.path));
         findings.push(Finding::new(
+            "restarts",
+            Ok(restarts(&served.node).to_owned()),
+            "",
+        ));
+        findings.push(Finding::new(
             "overlay",
             overlay(&served.lower, &scratch.path),
             "load the kernel module (modprobe overlay); the node root's filesystem must support extended attributes",
@@ -246,6 +251,13 @@ fn overlay_options(lower: &Path, scratch: &Path) -> Vec<Finding> {
             "nothing: layerpack does not use it",
         ),
     ]
+/// What becomes of reads when the daemon's process is replaced: worth knowing, and no fault.
+fn restarts(node: &Node) -> &'static str {
+    if node.can_resend() {
+        "reads go on while the daemon is restarted or upgraded"
+    } else {
+        "when the daemon dies, reads of what is not cached fail, and layers are mounted anew: this kernel does not send requests again (Linux 6.9 does)"
+    }
 }
 
 /// Merges the layer with an upper and writes through the result, without attaching it anywhere

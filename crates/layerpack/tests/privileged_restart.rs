@@ -1,0 +1,760 @@
+//! The daemon's process dies, or gives way to another, while the kernel reads: mounts go on, and no
+//! read fails. Readers know what they must see, and what they read is not left in the kernel's
+//! caches.
+
+#![allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "tests")]
+
+mod support;
+
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use layerpack_fixtures::rng::Rng;
+use layerpack_fixtures::servers::{Reply, Scripted};
+use layerpack_fixtures::{MountGuard, is_root, skip};
+use rustix::fs::{Advice, fadvise};
+use serde_json::Value;
+use support::{Node, is_zombie, kill, mounts, processes, wait_until};
+
+/// Longer than anything here may take.
+const LONG: Duration = Duration::from_secs(60);
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// Contents of file `file` of layer `layer`.
+fn content(layer: u64, file: u64) -> Vec<u8> {
+    let len = [9_000, 70_000, 300_000, 1_000_000][usize::try_from(file % 4).unwrap()];
+    Rng::new(layer * 1000 + file + 1).bytes(len)
+}
+
+fn name(file: u64) -> String {
+    format!("f{file:02}")
+}
+
+/// Publishes a layer of so many files.
+fn build(node: &Node, layer: u64, files: u64) {
+    let source = node.scratch.mkdir(format!("source-{layer}")).unwrap();
+    for file in 0..files {
+        fs_err::write(source.join(name(file)), content(layer, file)).unwrap();
+    }
+    node.build(&format!("base/l{layer}:1"), &source, &[]);
+}
+
+/// The node's store behind a server that takes its time over ranges, which is what data comes by.
+fn slow_store(node: &Node) -> Scripted {
+    let store = node.store();
+    Scripted::start(move |request| {
+        let path = request.target.split('?').next().unwrap_or_default();
+        let Ok(bytes) = fs_err::read(store.join(path.trim_start_matches('/'))) else {
+            return Reply::new(404, "");
+        };
+        if request.range().is_some() {
+            std::thread::sleep(Duration::from_millis(3 + request.number % 12));
+        }
+        if request.method == "HEAD" {
+            return Reply::new(200, "").header("Content-Length", bytes.len().to_string());
+        }
+        Reply::of(&bytes, request)
+    })
+    .unwrap()
+}
+
+/// Drops what the kernel has of a file, and of the blobs below all layers.
+fn forget(node: &Node, file: &std::fs::File) -> std::io::Result<()> {
+    let _ = fadvise(file, 0, None, Advice::DontNeed);
+    for blob in fs_err::read_dir(node.root().join("blobs"))? {
+        let blob = fs_err::File::open(blob?.path())?;
+        let _ = fadvise(blob.file(), 0, None, Advice::DontNeed);
+    }
+    Ok(())
+}
+
+/// Reads a file of a layer past the kernel's caches and compares it.
+fn read(node: &Node, dir: &Path, layer: u64, file: u64) {
+    try_read(node, dir, layer, file).unwrap_or_else(|e| {
+        let log = node.log();
+        let tail = log.len().saturating_sub(6000);
+        panic!("layer {layer} file {file}: {e}\n{}", &log[tail..])
+    });
+}
+
+fn try_read(node: &Node, dir: &Path, layer: u64, file: u64) -> std::io::Result<()> {
+    // Error numbers are looked at, which fs_err hides.
+    let (mut open, _) = fs_err::File::open(dir.join(name(file)))?.into_parts();
+    forget(node, &open)?;
+    let mut bytes = Vec::new();
+    open.read_to_end(&mut bytes)?;
+    assert!(
+        bytes == content(layer, file),
+        "layer {layer} file {file}: wrong bytes"
+    );
+    Ok(())
+}
+
+fn status(node: &Node) -> Value {
+    node.json(["daemon", "status"])
+}
+
+fn number(value: &Value, at: &str) -> u64 {
+    value.pointer(at).and_then(Value::as_u64).unwrap()
+}
+
+fn pids(node: &Node) -> (i32, i32) {
+    let status = status(node);
+    let of = |at| i32::try_from(number(&status, at)).unwrap();
+    (of("/daemon/holder/pid"), of("/daemon/pid"))
+}
+
+/// Children of a process, by the process table.
+fn children(parent: i32) -> Vec<i32> {
+    let mut found = Vec::new();
+    for entry in fs_err::read_dir("/proc").unwrap().flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse().ok()) else {
+            continue;
+        };
+        let stat = fs_err::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        let rest = stat.rsplit(')').next().unwrap_or_default();
+        let mut fields = rest.split_ascii_whitespace();
+        let state = fields.next();
+        let of = fields.next().and_then(|n| n.parse::<i32>().ok());
+        if of == Some(parent) && state != Some("Z") {
+            found.push(pid);
+        }
+    }
+    found
+}
+
+fn is_gone(pid: i32) -> bool {
+    !Path::new(&format!("/proc/{pid}/root")).exists() || is_zombie(pid)
+}
+
+/// Ends what serves a node when a test has failed, so that no thread of it waits for ever.
+struct Ender<'a> {
+    node: &'a Node,
+    armed: bool,
+    /// Told to the threads.
+    end: &'a AtomicBool,
+}
+
+impl<'a> Ender<'a> {
+    fn new(node: &'a Node, end: &'a AtomicBool) -> Self {
+        Self {
+            node,
+            armed: true,
+            end,
+        }
+    }
+}
+
+impl Drop for Ender<'_> {
+    fn drop(&mut self) {
+        self.end.store(true, Ordering::SeqCst);
+        if self.armed {
+            for line in processes(self.node) {
+                if line.contains("daemon")
+                    && let Some(pid) = line.split(' ').next().and_then(|n| n.parse().ok())
+                {
+                    let pid = rustix::process::Pid::from_raw(pid).unwrap();
+                    let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+                }
+            }
+        }
+    }
+}
+
+/// Threads that read without end while `work` goes on; every read must succeed. Gives how many did.
+fn under_load(node: &Node, dirs: &[(u64, PathBuf)], files: u64, work: impl FnOnce()) -> u64 {
+    let (end, reads) = (AtomicBool::new(false), AtomicU64::new(0));
+    let done = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        let (end, reads, done) = (&end, &reads, &done);
+        for thread in 0..4_u64 {
+            scope.spawn(move || {
+                // Counted out also when a read failed.
+                struct Done<'a>(&'a AtomicU64);
+                impl Drop for Done<'_> {
+                    fn drop(&mut self) {
+                        self.0.fetch_add(1, Ordering::SeqCst);
+                    }
+                }
+                let _done = Done(done);
+                let mut rng = Rng::new(thread + 77);
+                while !end.load(Ordering::SeqCst) {
+                    let (layer, dir) = rng.pick(dirs).unwrap();
+                    read(node, dir, *layer, rng.below(files));
+                    reads.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+        }
+        // What is fetched does not stay, so that reads go on waiting for the store.
+        scope.spawn(move || {
+            while !end.load(Ordering::SeqCst) {
+                node.run(["cache", "evict", "--all"]);
+                std::thread::sleep(Duration::from_millis(400));
+            }
+        });
+        let mut ender = Ender::new(node, end);
+        // Armed while it panics, or while somebody does not come back.
+        work();
+        end.store(true, Ordering::SeqCst);
+        let begun = Instant::now();
+        while done.load(Ordering::SeqCst) < 4 {
+            assert!(begun.elapsed() < LONG, "a read hangs: {}", node.log());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        ender.armed = false;
+    });
+    reads.load(Ordering::SeqCst)
+}
+
+/// Everything is as it was, and goes away.
+fn end(node: &Node, points: Vec<(PathBuf, MountGuard)>) {
+    for (point, guard) in points {
+        node.ok(["umount", text(&point)]);
+        drop(guard);
+    }
+    node.ok(["daemon", "stop"]);
+    assert_eq!(mounts(node), Vec::<PathBuf>::new());
+    assert_eq!(processes(node), Vec::<String>::new());
+    for left in ["daemon.sock", "holder.sock"] {
+        assert!(!node.root().join(left).exists(), "{left}");
+    }
+}
+
+fn mount(node: &Node, store: &str, layer: u64) -> (PathBuf, MountGuard) {
+    let point = node.scratch.mkdir(format!("mnt-{layer}")).unwrap();
+    let reference = format!("base/l{layer}:1");
+    let arguments = [
+        "--store",
+        store,
+        "mount",
+        "--prefetch",
+        "none",
+        &reference,
+        text(&point),
+    ];
+    node.ok(arguments);
+    let guard = MountGuard::new(&point);
+    (point, guard)
+}
+
+fn capable(node: &Node) -> bool {
+    let report = node.run(["-o", "json", "doctor"]);
+    let report: Value = serde_json::from_slice(&report.stdout).unwrap_or_default();
+    report["findings"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .any(|f| f["name"] == "restarts" && f["detail"].as_str().unwrap().contains("go on"))
+}
+
+/// Takes the store away, until the result is called.
+fn take_store(node: &Node) -> impl FnOnce() {
+    let (store, away) = (node.store(), node.scratch.join("store.away"));
+    fs_err::rename(&store, &away).unwrap();
+    // So that nobody makes an empty one.
+    fs_err::write(&store, "away").unwrap();
+    move || {
+        fs_err::remove_file(&store).unwrap();
+        fs_err::rename(&away, &store).unwrap();
+    }
+}
+
+/// Waits until the holder has another worker than `before`.
+fn next_worker(node: &Node, before: i32) -> i32 {
+    assert!(
+        wait_until(|| node.daemon_pid().is_some_and(|pid| pid != before)),
+        "{}",
+        node.log()
+    );
+    node.daemon_pid().unwrap()
+}
+
+#[test]
+fn privileged_no_read_fails_while_the_daemon_is_killed() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let kills = match std::env::var_os("LAYERPACK_TEST_FULL") {
+        Some(_) => 1000,
+        None => 30,
+    };
+    let node = Node::new("kills");
+    if !capable(&node) {
+        skip!("this kernel does not send requests again");
+    }
+    for layer in 0..3 {
+        build(&node, layer, 24);
+    }
+    let server = slow_store(&node);
+    let points: Vec<_> = (0..3).map(|l| mount(&node, &server.url(), l)).collect();
+    let dirs: Vec<(u64, PathBuf)> = (0..)
+        .zip(points.iter().map(|(point, _)| point.clone()))
+        .collect();
+    let (holder, _) = pids(&node);
+    let reads = under_load(&node, &dirs, 24, || {
+        let mut rng = Rng::new(5);
+        let mut last = 0;
+        for round in 0..kills {
+            let begun = Instant::now();
+            let victim = loop {
+                assert!(begun.elapsed() < LONG, "no worker: {}", node.log());
+                match children(holder).first() {
+                    Some(pid) if *pid != last => break *pid,
+                    _ => std::thread::sleep(Duration::from_millis(1)),
+                }
+            };
+            // Some die while they start, most while they serve.
+            if round % 5 != 4 {
+                node.daemon_pid();
+            }
+            std::thread::sleep(Duration::from_millis(rng.below(250)));
+            kill(victim, "KILL");
+            last = victim;
+        }
+    });
+    let status = status(&node);
+    assert!(number(&status, "/daemon/holder/restarts") >= kills);
+    assert_eq!(
+        number(&status, "/daemon/holder/pid"),
+        u64::try_from(holder).unwrap()
+    );
+    assert_eq!(
+        status["node"]["problems"],
+        Value::Array(vec![]),
+        "{}",
+        node.log()
+    );
+    assert_eq!(status["leases"].as_array().unwrap().len(), 3);
+    assert!(reads > kills, "{reads} reads");
+    let page = fs_err::read(node.root().join("daemon.log")).unwrap();
+    assert!(!String::from_utf8_lossy(&page).contains("panicked"));
+    end(&node, points);
+}
+
+#[test]
+fn privileged_an_upgrade_under_load_costs_no_read() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = Node::new("upgrade");
+    if !capable(&node) {
+        skip!("this kernel does not send requests again");
+    }
+    let error = node.fails(1, ["daemon", "upgrade"]);
+    assert!(error.contains("no layerpack daemon runs"), "{error}");
+    for layer in 0..2 {
+        build(&node, layer, 16);
+    }
+    let server = slow_store(&node);
+    let points: Vec<_> = (0..2).map(|l| mount(&node, &server.url(), l)).collect();
+    let dirs: Vec<(u64, PathBuf)> = (0..)
+        .zip(points.iter().map(|(point, _)| point.clone()))
+        .collect();
+    let (holder, first) = pids(&node);
+    let reads = under_load(&node, &dirs, 16, || {
+        let mut before = u64::try_from(first).unwrap();
+        for _ in 0..6 {
+            let upgraded = node.json(["daemon", "upgrade"]);
+            assert_eq!(number(&upgraded, "/old/pid"), before, "{upgraded}");
+            before = number(&upgraded, "/new/pid");
+            assert!(upgraded["new"]["version"].is_string());
+            std::thread::sleep(Duration::from_millis(150));
+        }
+    });
+    assert!(reads > 6);
+    let status = status(&node);
+    assert_eq!(number(&status, "/daemon/holder/upgrades"), 6);
+    assert_eq!(number(&status, "/daemon/holder/restarts"), 0);
+    assert_eq!(
+        number(&status, "/daemon/holder/pid"),
+        u64::try_from(holder).unwrap()
+    );
+    assert_eq!(status["node"]["problems"], Value::Array(vec![]));
+    // The one that serves is what was upgraded to, and no other is left.
+    assert_eq!(children(holder).len(), 1);
+    end(&node, points);
+}
+
+#[test]
+fn privileged_mounts_come_up_while_the_daemon_is_killed() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = Node::new("mounting");
+    if !capable(&node) {
+        skip!("this kernel does not send requests again");
+    }
+    for layer in 0..4 {
+        build(&node, layer, 4);
+    }
+    let server = slow_store(&node);
+    let store = server.url();
+    let point = mount(&node, &store, 3);
+    let (holder, _) = pids(&node);
+    let end_kills = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let (node, end_kills) = (&node, &end_kills);
+        let killer = scope.spawn(move || {
+            let mut rng = Rng::new(9);
+            let mut kills = 0_u64;
+            while !end_kills.load(Ordering::SeqCst) {
+                std::thread::sleep(Duration::from_millis(60 + rng.below(500)));
+                for pid in children(holder) {
+                    let pid = rustix::process::Pid::from_raw(pid).unwrap();
+                    let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+                    kills += 1;
+                }
+            }
+            kills
+        });
+        let mut ender = Ender::new(node, end_kills);
+        for round in 0..6_u64 {
+            let layer = round % 3;
+            let (point, guard) = mount(node, &store, layer);
+            read(node, &point, layer, round % 4);
+            node.ok(["umount", text(&point)]);
+            drop(guard);
+        }
+        ender.armed = false;
+        end_kills.store(true, Ordering::SeqCst);
+        assert!(killer.join().unwrap() > 0);
+    });
+    read(&node, &point.0, 3, 1);
+    assert_eq!(status(&node)["leases"].as_array().unwrap().len(), 1);
+    end(&node, vec![point]);
+}
+
+#[test]
+fn privileged_a_daemon_that_cannot_start_is_waited_for() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = Node::new("crashloop");
+    if !capable(&node) {
+        skip!("this kernel does not send requests again");
+    }
+    build(&node, 0, 12);
+    let server = slow_store(&node);
+    let point = mount(&node, &server.url(), 0);
+    read(&node, &point.0, 0, 0);
+    let (holder, worker) = pids(&node);
+    // No process can start that way.
+    let (served, away) = (node.root().join("served"), node.root().join("served.away"));
+    fs_err::rename(&served, &away).unwrap();
+    fs_err::write(&served, "in the way").unwrap();
+    kill(worker, "KILL");
+    let starts = || node.log().matches("was started").count();
+    assert!(wait_until(|| starts() >= 4), "{}", node.log());
+    assert!(!is_gone(holder));
+    let end_readers = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let (node, dir) = (&node, &point.0);
+        let mut ender = Ender::new(node, &end_readers);
+        // These wait, and see nothing of all that but the time.
+        let readers: Vec<_> = (1..5)
+            .map(|file| scope.spawn(move || read(node, dir, 0, file)))
+            .collect();
+        std::thread::sleep(Duration::from_millis(300));
+        fs_err::remove_file(&served).unwrap();
+        fs_err::rename(&away, &served).unwrap();
+        let begun = Instant::now();
+        while !readers
+            .iter()
+            .all(std::thread::ScopedJoinHandle::is_finished)
+        {
+            assert!(begun.elapsed() < LONG, "a read hangs: {}", node.log());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        ender.armed = false;
+    });
+    let status = status(&node);
+    assert!(number(&status, "/daemon/holder/restarts") >= 4);
+    assert_eq!(
+        number(&status, "/daemon/holder/pid"),
+        u64::try_from(holder).unwrap()
+    );
+    end(&node, vec![point]);
+}
+
+#[test]
+fn privileged_a_killed_holder_is_replaced() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = Node::new("holder");
+    if !capable(&node) {
+        skip!("this kernel does not send requests again");
+    }
+    build(&node, 0, 12);
+    let server = slow_store(&node);
+    let point = mount(&node, &server.url(), 0);
+    read(&node, &point.0, 0, 0);
+    let (holder, worker) = pids(&node);
+    let score = |pid: i32| {
+        let text = fs_err::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap();
+        text.trim().parse::<i32>().unwrap()
+    };
+    // Where that may be lowered at all.
+    let may = std::process::Command::new("sh")
+        .args(["-c", "echo -900 > /proc/self/oom_score_adj"])
+        .stderr(std::process::Stdio::null())
+        .status()
+        .unwrap();
+    if may.success() {
+        assert!(score(holder) <= -900, "the holder is spared");
+    }
+    assert!(score(holder) <= score(worker));
+
+    kill(holder, "KILL");
+    assert!(wait_until(|| is_gone(holder)));
+    let replaced = || {
+        let seen = status(&node);
+        let pid = seen.pointer("/daemon/holder/pid").and_then(Value::as_u64);
+        pid.is_some_and(|pid| pid != u64::try_from(holder).unwrap())
+    };
+    assert!(wait_until(replaced), "{}", node.log());
+    let (second, same) = pids(&node);
+    assert_eq!(same, worker, "the daemon served on");
+    read(&node, &point.0, 0, 1);
+
+    // What the new holder got is enough to go on with.
+    kill(worker, "KILL");
+    let third = next_worker(&node, worker);
+    read(&node, &point.0, 0, 2);
+    assert_eq!(pids(&node), (second, third));
+    let upgraded = node.json(["daemon", "upgrade"]);
+    assert_eq!(number(&upgraded, "/old/pid"), u64::try_from(third).unwrap());
+    read(&node, &point.0, 0, 3);
+
+    // With both gone there is nothing to go on with. The next daemon cleans up and mounts anew, at
+    // the same places; what held the old mounts has lost them.
+    let (holder, worker) = pids(&node);
+    kill(holder, "STOP");
+    kill(worker, "KILL");
+    kill(holder, "KILL");
+    assert!(wait_until(|| is_gone(holder) && is_gone(worker)));
+    let error = try_read(&node, &point.0, 0, 7);
+    assert!(error.is_err(), "never zeros");
+    node.ok(["umount", text(&point.0)]);
+    drop(point.1);
+    let point = mount(&node, &server.url(), 0);
+    for file in 0..12 {
+        read(&node, &point.0, 0, file);
+    }
+    end(&node, vec![point]);
+}
+
+#[test]
+fn privileged_a_restart_without_the_store_serves_what_is_cached() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = Node::new("away");
+    if !capable(&node) {
+        skip!("this kernel does not send requests again");
+    }
+    for layer in 0..3 {
+        build(&node, layer, 4);
+    }
+    let store = format!("file://{}", node.store().display());
+    let points: Vec<_> = (0..3).map(|l| mount(&node, &store, l)).collect();
+    // All of the first, of the others one file; the third is not mounted any more.
+    for file in 0..4 {
+        read(&node, &points[0].0, 0, file);
+    }
+    read(&node, &points[1].0, 1, 3);
+    read(&node, &points[2].0, 2, 3);
+    let mut points = points;
+    let (third, guard) = points.pop().unwrap();
+    node.ok(["umount", text(&third)]);
+    drop(guard);
+
+    let back = take_store(&node);
+    let worker = node.daemon_pid().unwrap();
+    kill(worker, "KILL");
+    next_worker(&node, worker);
+    for file in 0..4 {
+        read(&node, &points[0].0, 0, file);
+    }
+    read(&node, &points[1].0, 1, 3);
+    let error = try_read(&node, &points[1].0, 1, 2).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(5), "{error}");
+    assert_eq!(status(&node)["leases"].as_array().unwrap().len(), 2);
+
+    // Back again: nothing has to be done for that.
+    back();
+    for (layer, (point, _)) in (0..).zip(&points) {
+        for file in 0..4 {
+            read(&node, point, layer, file);
+        }
+    }
+    points.push(mount(&node, &store, 2));
+    read(&node, &points[2].0, 2, 1);
+    end(&node, points);
+}
+
+#[test]
+fn privileged_a_layer_that_cannot_be_adopted_stops_no_other() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = Node::new("broken");
+    if !capable(&node) {
+        skip!("this kernel does not send requests again");
+    }
+    for layer in 0..2 {
+        build(&node, layer, 4);
+    }
+    let store = format!("file://{}", node.store().display());
+    let points: Vec<_> = (0..2).map(|l| mount(&node, &store, l)).collect();
+    for (layer, (point, _)) in (0..).zip(&points) {
+        read(&node, point, layer, 0);
+    }
+    let id = node.json(["inspect", "base/l0:1"])[0]["layer_id"]
+        .as_str()
+        .unwrap()
+        .trim_start_matches("b3:")
+        .to_owned();
+    let (holder, worker) = pids(&node);
+    // Nobody looks while it is broken: its map is gone, and so is the store's.
+    kill(holder, "STOP");
+    kill(worker, "KILL");
+    let dir = node.root().join("cache").join(&id);
+    fs_err::remove_file(dir.join("map")).unwrap();
+    let back = take_store(&node);
+    kill(holder, "CONT");
+    next_worker(&node, worker);
+    let error = try_read(&node, &points[0].0, 0, 1).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(5), "{error}");
+    read(&node, &points[1].0, 1, 0);
+    let seen = status(&node);
+    let problems = seen["node"]["problems"].to_string();
+    assert!(problems.contains(&id), "{problems}");
+    back();
+    read(&node, &points[1].0, 1, 1);
+    // The store has what is missing: after a moment the layer heals by itself.
+    assert!(
+        wait_until(|| try_read(&node, &points[0].0, 0, 1).is_ok()),
+        "{}",
+        node.log()
+    );
+    for file in 0..4 {
+        read(&node, &points[0].0, 0, file);
+    }
+    end(&node, points);
+}
+
+#[test]
+fn privileged_one_daemon_to_a_directory() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = Node::new("second");
+    build(&node, 0, 2);
+    let store = format!("file://{}", node.store().display());
+    let point = mount(&node, &store, 0);
+    let before = pids(&node);
+    let error = node.fails(1, ["daemon", "run"]);
+    assert!(
+        error.contains("in use by another layerpack daemon"),
+        "{error}"
+    );
+    let error = node.fails(1, ["daemon", "run", "--no-holder"]);
+    assert!(
+        error.contains("in use by another layerpack daemon"),
+        "{error}"
+    );
+    assert_eq!(pids(&node), before);
+    read(&node, &point.0, 0, 1);
+    // The second one took nothing of the first.
+    let upgraded = node.json(["daemon", "upgrade"]);
+    assert_eq!(
+        number(&upgraded, "/old/pid"),
+        u64::try_from(before.1).unwrap()
+    );
+    end(&node, vec![point]);
+}
+
+/// What commands of a former life left is found when a daemon starts, removed by rule, and listed.
+#[test]
+fn privileged_orphans_are_removed_and_listed() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = Node::new("orphans");
+    build(&node, 0, 1);
+    let root = node.root();
+    let old = |path: &Path| {
+        let long_ago = std::time::SystemTime::now() - Duration::from_secs(3600);
+        let directory = fs_err::File::open(path).unwrap();
+        directory.file().set_modified(long_ago).unwrap();
+    };
+    let record = |directory: &Path| {
+        format!(
+            r#"{{"format":1,"directory":"{}","layers":["base/l0:1"],"writable":true}}"#,
+            directory.display()
+        )
+    };
+    // The upper of a mount that a reboot took away, one that a command is about to mount, and one of
+    // which only the claim was made.
+    let unmounted = node.scratch.mkdir("unmounted").unwrap();
+    let make = |name: &str, body: Option<String>| {
+        let place = root.join("mounts").join(name);
+        fs_err::create_dir_all(place.join("upper")).unwrap();
+        fs_err::write(place.join("upper/file"), "x").unwrap();
+        if let Some(body) = body {
+            fs_err::write(place.join("record.json"), body).unwrap();
+        }
+        place
+    };
+    let gone = make("mount-0000000000000001", Some(record(&unmounted)));
+    let young = make("mount-0000000000000002", Some(record(&unmounted)));
+    let claimed = make("mount-0000000000000003", None);
+    let damaged = make("mount-0000000000000004", Some("{".to_owned()));
+    for path in [&gone, &claimed, &damaged] {
+        old(path);
+    }
+    // A killed trial, with a mount in it, and one that is under way.
+    let trial = root.join("doctor-4194399/node/layers/x");
+    fs_err::create_dir_all(&trial).unwrap();
+    let _guard = MountGuard::tmpfs(1 << 20, &trial).unwrap();
+    let running = root.join(format!("doctor-{}", std::process::id()));
+    fs_err::create_dir(&running).unwrap();
+    // A cache of a layer that nobody knows.
+    let unknown = root.join("cache").join("ab".repeat(32));
+    fs_err::create_dir_all(&unknown).unwrap();
+    fs_err::write(unknown.join("data"), vec![1; 9000]).unwrap();
+
+    let store = format!("file://{}", node.store().display());
+    let point = mount(&node, &store, 0);
+    let listed = || status(&node)["node"]["swept"].to_string();
+    let trial = root.join("doctor-4194399");
+    assert!(
+        wait_until(|| !gone.exists() && !claimed.exists() && !trial.exists()),
+        "{}",
+        listed()
+    );
+    assert!(
+        wait_until(|| listed().contains("doctor-4194399")),
+        "{}",
+        listed()
+    );
+    let listed = listed();
+    for words in [
+        text(&unmounted),
+        "a mount that was never made",
+        "caches of 1 layers without a manifest here",
+    ] {
+        assert!(listed.contains(words), "{words}: {listed}");
+    }
+    for kept in [&young, &damaged, &running, &unknown] {
+        assert!(kept.exists(), "{}", kept.display());
+    }
+    assert!(point.0.join(name(0)).exists());
+    end(&node, vec![point]);
+}
