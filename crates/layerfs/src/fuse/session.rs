@@ -164,6 +164,7 @@ impl Session {
                 first.request_resend()?;
             }
         }
+        let first = channels.first().map(Arc::clone);
         let mut threads = Vec::with_capacity(channels.len());
         for channel in channels {
             let (shared, source) = (Arc::clone(&shared), Arc::clone(&source));

@@ -12,12 +12,14 @@ use layerpack_sys::SysError;
 use layerpack_sys::loopdev::LoopDevice;
 use layerpack_sys::mount::{self, ErofsOptions};
 use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
 
 use crate::error::{LayerfsError, Result};
 use crate::sync::{AtomicBool, Ordering};
 
 /// How EROFS is mounted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum ErofsBacking {
     /// From files where the kernel can, else by loop devices.
     #[default]

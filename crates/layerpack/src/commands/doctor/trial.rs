@@ -251,6 +251,8 @@ fn overlay_options(lower: &Path, scratch: &Path) -> Vec<Finding> {
             "nothing: layerpack does not use it",
         ),
     ]
+}
+
 /// What becomes of reads when the daemon's process is replaced: worth knowing, and no fault.
 fn restarts(node: &Node) -> &'static str {
     if node.can_resend() {
