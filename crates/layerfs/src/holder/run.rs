@@ -566,7 +566,6 @@ impl Holder {
         let pid = child.number();
         (self.options.notice)(&Notice::Ready { pid });
         if let Some(upgrade) = self.upgrade.take_if(|u| u.next.is_none()) {
-            self.upgrades += 1;
             let new = child.who();
             self.log(format!("process {pid} took over"));
             upgrade.asker.answer(&Reply::Upgraded {
@@ -617,6 +616,7 @@ impl Holder {
             if greeted && let Some(worker) = &self.worker {
                 // Its successor is of the old version.
                 worker.kill();
+                self.upgrades = self.upgrades.saturating_sub(1);
             }
             let why = if greeted {
                 "the new version did not become ready; the old one takes over again"
@@ -687,6 +687,8 @@ impl Holder {
                 if let Some(next) = upgrade.next.take() {
                     upgrade.until = Instant::now() + READINESS;
                     self.not_before = None;
+                    // Counted before it is told; taken back if it does not get ready.
+                    self.upgrades += 1;
                     self.grant(&next);
                     self.worker = Some(next);
                 }
@@ -722,6 +724,7 @@ impl Holder {
         }
         self.log(format!("process {} ended {text}", worker.number()));
         if let Some(upgrade) = self.upgrade.take_if(|u| u.next.is_none()) {
+            self.upgrades = self.upgrades.saturating_sub(1);
             self.refuse(
                 upgrade,
                 "the new version ended before it was ready (its reason is in the log); the old one takes over again",

@@ -330,7 +330,13 @@ impl BlobSource for Registry {
     }
 
     fn lend(&self, ino: u64) -> Option<std::os::fd::OwnedFd> {
-        self.entry(ino)?.blob()?.lend()
+        let entry = self.entry(ino)?;
+        // Opens of another process, that was taken over from: they are of one kind or the other, and
+        // the kernel takes no other kind beside them. Most likely they are read through us.
+        if entry.opens() > 1 {
+            return None;
+        }
+        entry.blob()?.lend()
     }
 
     fn give_back(&self, ino: u64) {
