@@ -248,6 +248,9 @@ pub struct PackDiffOptions {
     pub squash: Vec<ParentRef>,
     /// Do everything but publish.
     pub dry_run: bool,
+    /// As [`BuildOptions::cache`], of which only what is remembered of verified frames counts: the
+    /// frames of a large file of which little changed are not all read again.
+    pub cache: Option<PathBuf>,
     /// Bounds on the upper.
     pub limits: Limits,
 }
@@ -279,6 +282,7 @@ impl PackDiffOptions {
             git_index: false,
             squash: Vec::new(),
             dry_run: false,
+            cache: None,
             limits: Limits::default(),
         }
     }

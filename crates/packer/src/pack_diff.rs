@@ -101,6 +101,7 @@ pub fn snapshot(
                 store.writer(WriterOptions {
                     level: options.level,
                     jobs: options.jobs,
+                    verified_cache: options.cache.clone(),
                     ..WriterOptions::default()
                 })
             })
@@ -205,6 +206,9 @@ fn publish(
         (Some(mut git), Some(writer)) => git.refresh(&mut layer, writer)?,
         _ => Vec::new(),
     };
+    if let Some(writer) = &mut writer {
+        writer.close()?;
+    }
     let mut finished = layout::finish(layer, options.reference.clone(), options.level)?;
     let draft = &mut finished.draft;
     draft.platform.clone_from(&options.platform);

@@ -104,6 +104,7 @@ pub(super) fn run(context: &Context, args: PackDiffArgs) -> Outcome {
     options.jobs = args.jobs.map_or(0, usize::from);
     options.git_index = !args.no_git_index;
     options.dry_run = args.dry_run;
+    options.cache = context.cache_dir().map(|cache| cache.join("build"));
     options.lowers = lowers(&sandbox);
     options.scratch = sandbox.upper.parent().map(Path::to_owned);
     options.rules = rules;

@@ -30,8 +30,12 @@ use crate::scrub::{Judged, Scrub};
 
 /// Files up to this size are read whole, and are not worth a copy by reference.
 const WHOLE: u64 = 256 << 10;
-/// Files that may wait between the threads.
-const DEPTH: usize = 32;
+/// Files go from thread to thread in batches of at most so many files, and few bytes more than
+/// this, so that threads seldom have to wake each other.
+const BATCH: usize = 32;
+const BATCH_BYTES: usize = 256 << 10;
+/// Batches that may wait, which bounds memory and descriptors.
+const DEPTH: usize = 2;
 /// Copies by reference at a time, which bounds descriptors.
 const MOST_COPIES: usize = 256;
 
@@ -222,15 +226,31 @@ impl DirSource<'_> {
             let (sender, receiver) = bounded(DEPTH);
             let wanted = &wanted;
             scope.spawn(move || {
+                let mut batch = Vec::with_capacity(BATCH);
+                let mut bytes = 0;
                 for found in wanted {
-                    if sender.send(access.load(*found, progress)).is_err() {
-                        return;
+                    let loaded = access.load(*found, progress);
+                    bytes += match &loaded {
+                        Ok(Loaded::Whole(whole)) => whole.len(),
+                        Ok(Loaded::Open(_)) => BATCH_BYTES / 4, // so few descriptors are open
+                        Err(_) => 0,
+                    };
+                    batch.push(loaded);
+                    if batch.len() >= BATCH || bytes >= BATCH_BYTES {
+                        bytes = 0;
+                        let full = std::mem::replace(&mut batch, Vec::with_capacity(BATCH));
+                        if sender.send(full).is_err() {
+                            return;
+                        }
                     }
                 }
+                // Nobody takes it after an error.
+                let _ = sender.send(batch);
             });
+            let mut ahead = receiver.iter().flatten();
             for &found in wanted {
                 let record = found.1;
-                let Ok(loaded) = receiver.recv() else { break };
+                let Some(loaded) = ahead.next() else { break };
                 let path = paths.path(found);
                 take(
                     record,

@@ -9,7 +9,7 @@ use std::ffi::OsStr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 
 use rustix::fs::{FileType, Mode, RawDir, Stat, fstat, openat};
@@ -154,7 +154,7 @@ impl DirSource<'_> {
             }),
             more: Condvar::new(),
         };
-        let threads = thread::available_parallelism().map_or(1, |n| n.get().min(MOST_THREADS));
+        let threads = threads();
         thread::scope(|scope| {
             let shared = &shared;
             let mut running = 0;
@@ -178,6 +178,14 @@ impl DirSource<'_> {
             too_many: state.stopped,
         }))
     }
+}
+
+/// How many threads gather. Asking the system reads files, so it is done once.
+fn threads() -> usize {
+    static THREADS: OnceLock<usize> = OnceLock::new();
+    *THREADS.get_or_init(|| {
+        thread::available_parallelism().map_or(1, |threads| threads.get().min(MOST_THREADS))
+    })
 }
 
 /// A thread is no longer busy, also after a panic, so that the others do not wait for it.

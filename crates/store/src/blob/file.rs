@@ -13,7 +13,9 @@ use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use fs_err as fs;
@@ -33,6 +35,11 @@ const TEMPORARIES: &str = "tmp";
 const RESERVE: &str = ".reserve";
 /// Its size in bytes: a lease and a list of a few hundred objects.
 const RESERVE_LEN: usize = 64 << 10;
+/// A stream's bytes are synced so many at a time while more come, so that its end has not to wait
+/// for all of them.
+const AHEAD: u64 = 4 << 20;
+/// Directories that are looked for beside one whose name is synced.
+const MOST_FAMILIES: usize = 64;
 
 /// A store in a directory.
 #[derive(Debug)]
@@ -137,10 +144,25 @@ impl FileStore {
         // Another process may have created it and not synced yet. What was above the store
         // before is not ours to sync.
         if let Some(parent) = parent.filter(|_| inside || created) {
+            let others = match parent == self.root {
+                true => self.families(),
+                false => Vec::new(),
+            };
             self.disk.sync_dir(parent)?;
+            self.durable().extend(others);
         }
         self.durable().insert(dir.to_owned());
         Ok(())
+    }
+
+    /// Directories in the root: whoever made them, their names are durable after the next sync.
+    fn families(&self) -> Vec<PathBuf> {
+        let entries = fs::read_dir(&self.root).into_iter().flatten().flatten();
+        entries
+            .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
+            .map(|entry| entry.path())
+            .take(MOST_FAMILIES)
+            .collect()
     }
 
     fn temporary(&self) -> io::Result<Temporary> {
@@ -411,17 +433,13 @@ impl BlobStore for FileStore {
                 .map_err(|e| self.fail("write", key.as_str(), e))?;
             return Ok(PutOutcome::Exists);
         }
-        let temporary = self
+        let mut temporary = self
             .temporary()
             .map_err(|e| self.fail("write", key.as_str(), e))?;
-        let mut writer = FileWriter {
-            store: self,
-            temporary,
-        };
         self.disk
-            .write(&mut writer.temporary.file, bytes)
-            .map_err(|e| self.fail("write", key.as_str(), e))?;
-        Box::new(writer).commit(key, mode)
+            .write(&mut temporary.file, bytes)
+            .and_then(|()| self.publish(&temporary, key, mode))
+            .map_err(|e| self.fail("write", key.as_str(), e))
     }
 
     fn put_stream(&self) -> Result<Box<dyn BlobWriter + '_>> {
@@ -431,6 +449,8 @@ impl BlobStore for FileStore {
         Ok(Box::new(FileWriter {
             store: self,
             temporary,
+            unsynced: 0,
+            ahead: None,
         }))
     }
 
@@ -576,9 +596,35 @@ impl BlobStore for FileStore {
     }
 }
 
+/// Syncs what was written of a file so far, beside whoever writes more.
+struct Ahead {
+    wake: SyncSender<()>,
+    thread: JoinHandle<io::Result<()>>,
+}
+
+impl Ahead {
+    fn start(file: &fs::File) -> io::Result<Self> {
+        let file = file.try_clone()?;
+        let (wake, woken) = sync_channel(1);
+        let thread = std::thread::Builder::new().name("sync".to_owned());
+        let thread =
+            thread.spawn(move || woken.iter().try_for_each(|()| file.file().sync_data()))?;
+        Ok(Self { wake, thread })
+    }
+
+    /// Ends it. An error is told here alone: the file's next sync may know nothing of it.
+    fn end(self) -> io::Result<()> {
+        drop(self.wake);
+        (self.thread.join()).unwrap_or_else(|_| Err(io::Error::other("a thread panicked")))
+    }
+}
+
 struct FileWriter<'a> {
     store: &'a FileStore,
     temporary: Temporary,
+    /// Bytes that nobody was told to sync.
+    unsynced: u64,
+    ahead: Option<Ahead>,
 }
 
 impl BlobWriter for FileWriter<'_> {
@@ -586,12 +632,26 @@ impl BlobWriter for FileWriter<'_> {
         self.store
             .disk
             .write(&mut self.temporary.file, bytes)
-            .map_err(|e| self.store.fail("write", "a new object", e))
+            .map_err(|e| self.store.fail("write", "a new object", e))?;
+        self.unsynced += bytes.len() as u64;
+        if self.unsynced >= AHEAD {
+            self.unsynced = 0;
+            if self.ahead.is_none() {
+                // Without it the end takes longer, that is all.
+                self.ahead = Ahead::start(&self.temporary.file).ok();
+            }
+            if let Some(ahead) = &self.ahead {
+                // One that is busy goes on with this when it is done; one that failed says so.
+                let _ = ahead.wake.try_send(());
+            }
+        }
+        Ok(())
     }
 
-    fn commit(self: Box<Self>, key: &Key, mode: PutMode) -> Result<PutOutcome> {
-        self.store
-            .publish(&self.temporary, key, mode)
+    fn commit(mut self: Box<Self>, key: &Key, mode: PutMode) -> Result<PutOutcome> {
+        let ahead = self.ahead.take().map_or(Ok(()), Ahead::end);
+        ahead
+            .and_then(|()| self.store.publish(&self.temporary, key, mode))
             .map_err(|e| self.store.fail("write", key.as_str(), e))
     }
 }
@@ -670,6 +730,28 @@ mod tests {
             assert!(matches!(error, StoreError::Io { .. }), "{error:?}");
             assert!(error.to_string().contains(&store.url()), "{error}");
         }
+    }
+
+    /// A stream that is synced while it is written is what was written.
+    #[test]
+    fn long_streams_are_synced_ahead() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = FileStore::new(dir.path()).unwrap();
+        let key = Key::new("a/long").unwrap();
+        let piece: Vec<u8> = (0..1 << 20)
+            .map(|i: u32| (i % 251).to_le_bytes()[0])
+            .collect();
+        let mut writer = store.put_stream().unwrap();
+        for _ in 0..11 {
+            writer.write(&piece).unwrap();
+        }
+        writer.commit(&key, PutMode::IfAbsent).unwrap();
+        assert_eq!(store.get(&key, 1 << 30).unwrap().unwrap(), piece.repeat(11));
+        // One that is given up leaves nothing.
+        let mut writer = store.put_stream().unwrap();
+        writer.write(&piece.repeat(5)).unwrap();
+        drop(writer);
+        assert_eq!(fs::read_dir(dir.path().join("tmp")).unwrap().count(), 0);
     }
 
     /// Someone removed directories that this handle knows to exist.

@@ -5,6 +5,7 @@ mod chunks;
 mod claim;
 mod dedupe;
 mod frames;
+mod hashing;
 mod meta_image;
 mod pack_writer;
 mod part;

@@ -1,8 +1,10 @@
-//! Publishing: index, metadata, map, locator, manifest, reference, each durable before the next.
+//! Publishing: index, then metadata, map and locator, then manifest, then reference, each step
+//! durable before the next.
 //! An object that exists already is checked before a layer relies on it, and replaced if it is
 //! damaged; a locator is replaced unless it is the same: publishing again heals.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::{Mutex, PoisonError};
 
 use super::LayerStore;
 use super::chunks::{Holdings, Place};
@@ -21,6 +23,7 @@ use crate::format::map::LayerMap;
 use crate::format::pack::PackFrame;
 use crate::key::Key;
 use crate::manifest::{Blob, Counts, Features, LayerId, Manifest, ParentRef};
+use crate::parallel::{Bounds, Order, for_each};
 use crate::reference::Reference;
 
 /// A map of so many raw bytes is not held compressed in memory.
@@ -321,19 +324,51 @@ impl Sealed {
         }
         let locator = build_locator(manifest.map.digest, map, places).map_err(invalid)?;
 
-        let store = &self.store;
         // Where no chunk was new, the layer most likely is not either, whatever its name.
         let known = self.stats.new_chunks == 0;
-        let level = self.options.level;
-        let mut written = store.put_raw(
-            &Key::meta(&manifest.meta.digest),
-            &manifest.meta,
-            known,
-            || meta.into_stored(level),
-            &mut warnings,
+        let (store, level) = (&self.store, self.options.level);
+        let meta = Mutex::new(Some(meta));
+        let mut written = 0;
+        // Each of them waits for the disk, or for a server, so they do it together, but for a map that
+        // is large in memory.
+        for_each(
+            &[Part::Meta, Part::Map, Part::Locator],
+            Bounds {
+                threads: if manifest.map.size < STREAMED { 3 } else { 1 },
+                bytes: u64::MAX,
+            },
+            Order::Kept,
+            |_| 0,
+            |part| {
+                let mut warnings = Vec::new();
+                let bytes = match part {
+                    Part::Meta => {
+                        let meta = meta.lock().unwrap_or_else(PoisonError::into_inner).take();
+                        let Some(meta) = meta else {
+                            return Ok((0, warnings)); // each part is there once
+                        };
+                        store.put_raw(
+                            &Key::meta(&manifest.meta.digest),
+                            &manifest.meta,
+                            known,
+                            || meta.into_stored(level),
+                            &mut warnings,
+                        )
+                    }
+                    Part::Map => store.put_map(manifest, map, known, level, &mut warnings),
+                    Part::Locator => {
+                        store.put_locator(&manifest.map.digest, map, &locator, &mut warnings)
+                    }
+                };
+                Ok((bytes?, warnings))
+            },
+            |_, part: Result<(u64, Vec<String>)>| {
+                let (bytes, more) = part?;
+                written += bytes;
+                warnings.extend(more);
+                Ok::<(), StoreError>(())
+            },
         )?;
-        written += store.put_map(manifest, map, known, level, &mut warnings)?;
-        written += store.put_locator(&manifest.map.digest, map, &locator, &mut warnings)?;
         let key = Key::manifest(&digest);
         written += store.put_checked(&key, &manifest_bytes, &mut warnings, || {
             store.manifest(&digest).map(|_| ())
@@ -344,6 +379,14 @@ impl Sealed {
         staged.warnings = warnings;
         Ok(staged)
     }
+}
+
+/// What describes a layer's chunks.
+#[derive(Debug, Clone, Copy)]
+enum Part {
+    Meta,
+    Map,
+    Locator,
 }
 
 /// For each extent of the map: its frame, and its first byte in the frame's raw bytes. Chunks that

@@ -1,5 +1,5 @@
-//! Writing a layer's chunks: hashed and deduplicated on the caller's thread, gathered into frames,
-//! compressed and written by the [`Pipeline`].
+//! Writing a layer's chunks: hashed (but for large files) and deduplicated on the caller's thread,
+//! gathered into frames, compressed and written by the [`Pipeline`].
 
 use std::io::{self, Read};
 use std::path::PathBuf;
@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use super::LayerStore;
 use super::chunks::{Holdings, Place};
 use super::dedupe::IndexSet;
+use super::hashing::LARGE;
 use super::passed::StoredFrame;
 use super::pipeline::{FrameChunk, Pipeline, RawFrame};
 use super::publish::Sealed;
@@ -106,6 +107,15 @@ pub struct FileChunks {
     pub chunks: Vec<(Digest, u32)>,
     /// The file's size in bytes: the sum of the lengths.
     pub size: u64,
+}
+
+impl FileChunks {
+    /// Adds a chunk, which is not longer than one may be.
+    pub(super) fn push(&mut self, digest: Digest, len: usize) {
+        self.chunks
+            .push((digest, u32::try_from(len).unwrap_or(u32::MAX)));
+        self.size += len as u64;
+    }
 }
 
 /// Writes one layer's chunks, then publishes it with [`LayerWriter::finish`]. Dropped without
@@ -224,7 +234,17 @@ impl LayerWriter {
                 ),
             })?;
         self.check_open()?;
-        let digest = Digest::of(bytes);
+        self.add_known(bytes, len, Digest::of(bytes))
+    }
+
+    /// Adds a chunk whose digest is known.
+    pub(super) fn add_hashed(&mut self, bytes: &[u8], digest: Digest) -> Result<()> {
+        self.check_open()?;
+        let len = u32::try_from(bytes.len()).unwrap_or(u32::MAX); // the chunker's are smaller
+        self.add_known(bytes, len, digest).map(drop)
+    }
+
+    fn add_known(&mut self, bytes: &[u8], len: u32, digest: Digest) -> Result<Digest> {
         self.stats.raw_bytes += u64::from(len);
         if self.held.contains(&digest)? || self.find_stored(&digest, len)? {
             self.stats.reused_chunks += 1;
@@ -461,6 +481,12 @@ impl LayerWriter {
             }
             return Ok(file);
         }
+        if size_hint >= LARGE {
+            let begun = buffer.get(..len).unwrap_or_default();
+            if let Some(file) = self.add_large(begun, reader)? {
+                return Ok(file);
+            }
+        }
         file.chunks
             .reserve(usize::try_from(size_hint >> 16).unwrap_or(0).min(1 << 16));
         loop {
@@ -488,10 +514,17 @@ impl LayerWriter {
 
     fn add_piece(&mut self, file: &mut FileChunks, bytes: &[u8]) -> Result<()> {
         let digest = self.add_chunk(bytes)?;
-        file.chunks
-            .push((digest, u32::try_from(bytes.len()).unwrap_or(u32::MAX))); // add_chunk checked it
-        file.size += bytes.len() as u64;
+        file.push(digest, bytes.len());
         Ok(())
+    }
+
+    pub(super) fn chunker(&self) -> Params {
+        self.options.chunker
+    }
+
+    /// The store's address.
+    pub(super) fn url(&self) -> &str {
+        self.store.url()
     }
 
     /// What was done so far.
@@ -516,7 +549,7 @@ fn jobs_of(option: usize) -> Result<usize> {
 }
 
 /// Reads until `buffer` is full or the input ends.
-fn fill(reader: &mut dyn Read, buffer: &mut [u8]) -> Result<usize> {
+pub(super) fn fill(reader: &mut dyn Read, buffer: &mut [u8]) -> Result<usize> {
     let mut len = 0;
     while let Some(space) = buffer.get_mut(len..).filter(|space| !space.is_empty()) {
         match reader.read(space) {
