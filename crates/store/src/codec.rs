@@ -214,6 +214,16 @@ pub(crate) fn decompress_object(stored: &[u8], raw_len: u64) -> Result<Vec<u8>, 
     }
 }
 
+/// The `len` bytes that a part of an object of the format `name` decompresses to. Memory grows with
+/// what really comes out, never beyond `len`.
+pub(crate) fn decompress_bounded(
+    name: &'static str,
+    stored: &[u8],
+    len: u64,
+) -> Result<Vec<u8>, FormatError> {
+    decompress_object(stored, len).map_err(|error| FormatError::new(name, error.to_string()))
+}
+
 /// The digest of what an object of one or more zstd frames decompresses to, if that is at most
 /// `limit` bytes.
 pub(crate) fn digest_of_raw(stored: &[u8], limit: u64) -> Result<Digest, FormatError> {

@@ -6,6 +6,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::map::LayerMap;
 use super::pack::{FRAMES_START, MAX_FRAME_LEN, MAX_PACK_LEN};
+use super::planes::{self, Table};
 use super::{Prelude, header_crc, split, split_slice};
 use crate::codec::Codec;
 use crate::digest::Digest;
@@ -13,6 +14,11 @@ use crate::error::FormatError;
 
 const NAME: &str = "LPLOC";
 const MAGIC: [u8; 8] = *b"LPLOC\0\r\n";
+
+/// Feature: frames and extents are compressed.
+const COMPRESSED: u32 = 1;
+/// Frames and extents below so many bytes stay as they are.
+const WORTH_IT: usize = 64 << 10;
 
 /// Largest locator in bytes.
 pub const MAX_LOCATOR_BYTES: u64 = 4 << 30;
@@ -66,6 +72,17 @@ struct WireExtent {
     offset: U32,
 }
 const _: () = assert!(size_of::<WireExtent>() == 8);
+
+/// How frames are compressed: all but their digests by planes.
+const FRAMES: Table = Table {
+    record: 56,
+    planes: 24,
+};
+/// How extents are.
+const EXTENTS: Table = Table {
+    record: 8,
+    planes: 8,
+};
 
 /// A pack that a locator uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -208,11 +225,8 @@ impl Locator {
     /// # Errors
     /// If the bytes break the format, are for another map, or do not fit it.
     pub fn parse(bytes: &[u8], map_digest: &Digest, map: &LayerMap) -> Result<Self, FormatError> {
-        let (places, extents) = Places::split(bytes, map_digest)?;
-        let extents = extents
-            .iter()
-            .map(|e| (e.frame.get(), e.offset.get()))
-            .collect();
+        let most = Some(map.extents().len() as u64);
+        let (places, extents) = Places::split(bytes, map_digest, most)?;
         Self::new(*map_digest, map, places.packs, places.frames, extents)
     }
 
@@ -227,7 +241,7 @@ impl Locator {
         if header.crc.get() != header_crc(header) {
             return Err(FormatError::new(NAME, "the header's checksum is wrong"));
         }
-        header.prelude.check_features(NAME)?;
+        header.prelude.features(NAME, COMPRESSED)?;
         let count = u64::from(header.pack_count.get()).min(most as u64);
         let (packs, _) = split_slice::<WirePack>(NAME, "packs", body, count)?;
         Ok(packs
@@ -254,6 +268,7 @@ impl Locator {
                 .as_bytes(),
             );
         }
+        let packs = body.len();
         for f in &self.frames {
             let wire = WireFrame {
                 pack: f.pack.into(),
@@ -265,6 +280,7 @@ impl Locator {
             };
             body.extend_from_slice(wire.as_bytes());
         }
+        let frames = body.len();
         for &(frame, offset) in &self.extents {
             body.extend_from_slice(
                 WireExtent {
@@ -274,9 +290,24 @@ impl Locator {
                 .as_bytes(),
             );
         }
+        let mut features = 0;
+        if body.len() - packs >= WORTH_IT {
+            let mut tables = Vec::with_capacity(body.len() - packs);
+            planes::split(
+                FRAMES,
+                body.get(packs..frames).unwrap_or_default(),
+                &mut tables,
+            );
+            planes::split(EXTENTS, body.get(frames..).unwrap_or_default(), &mut tables);
+            if let Some(packed) = planes::compress(&tables) {
+                body.truncate(packs);
+                body.extend_from_slice(&packed);
+                features = COMPRESSED;
+            }
+        }
         let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX); // indexes are u32: checked in `new`
         let mut header = Header {
-            prelude: Prelude::new(MAGIC),
+            prelude: Prelude::new(MAGIC).with(features),
             map: self.map,
             extent_count: (self.extents.len() as u64).into(),
             pack_count: count(self.packs.len()).into(),
@@ -350,7 +381,7 @@ pub(crate) struct Places {
 impl Places {
     /// Parses a locator without its map. Whether its extents fit the map is not checked.
     pub(crate) fn parse(bytes: &[u8], map_digest: &Digest) -> Result<Self, FormatError> {
-        let (places, _) = Self::split(bytes, map_digest)?;
+        let (places, _) = Self::split(bytes, map_digest, None)?;
         for (i, frame) in places.frames.iter().enumerate() {
             let pack = usize::try_from(frame.pack)
                 .ok()
@@ -363,29 +394,42 @@ impl Places {
         Ok(places)
     }
 
-    fn split<'a>(
-        bytes: &'a [u8],
+    /// The places, and of each extent its frame and its offset in that. `extents`: how many there
+    /// must be.
+    fn split(
+        bytes: &[u8],
         map_digest: &Digest,
-    ) -> Result<(Self, &'a [WireExtent]), FormatError> {
+        extents: Option<u64>,
+    ) -> Result<(Self, Vec<(u32, u32)>), FormatError> {
         let fail = |what: String| Err(FormatError::new(NAME, what));
         let (header, body) = split::<Header>(NAME, "header", bytes)?;
         header.prelude.check_start(NAME, &MAGIC)?;
         if header.crc.get() != header_crc(header) {
             return fail("the header's checksum is wrong".to_owned());
         }
-        header.prelude.check_features(NAME)?;
+        let features = header.prelude.features(NAME, COMPRESSED)?;
         if header.body_crc.get() != crc32c::crc32c(body) {
             return fail("the body's checksum is wrong".to_owned());
         }
         if &header.map != map_digest {
             return fail(format!("it is for map {}, not {map_digest}", header.map));
         }
+        let counts = (
+            u64::from(header.frame_count.get()),
+            header.extent_count.get(),
+        );
+        if let Some(most) = extents.filter(|most| *most != counts.1) {
+            return fail(format!("it has {} extents, its map has {most}", counts.1));
+        }
         let (packs, rest) =
             split_slice::<WirePack>(NAME, "packs", body, header.pack_count.get().into())?;
-        let (frames, rest) =
-            split_slice::<WireFrame>(NAME, "frames", rest, header.frame_count.get().into())?;
-        let (extents, rest) =
-            split_slice::<WireExtent>(NAME, "extents", rest, header.extent_count.get())?;
+        let tables = match features & COMPRESSED {
+            0 => Vec::new(),
+            _ => tables(rest, counts)?,
+        };
+        let rest = if tables.is_empty() { rest } else { &tables };
+        let (frames, rest) = split_slice::<WireFrame>(NAME, "frames", rest, counts.0)?;
+        let (extents, rest) = split_slice::<WireExtent>(NAME, "extents", rest, counts.1)?;
         if !rest.is_empty() {
             return fail(format!("{} bytes follow its extents", rest.len()));
         }
@@ -409,8 +453,34 @@ impl Places {
                 })
             })
             .collect::<Result<Vec<_>, FormatError>>()?;
+        let extents = extents
+            .iter()
+            .map(|e| (e.frame.get(), e.offset.get()))
+            .collect();
         Ok((Self { packs, frames }, extents))
     }
+}
+
+/// Frames and extents, so many of each, as they are without compression.
+fn tables(packed: &[u8], (frames, extents): (u64, u64)) -> Result<Vec<u8>, FormatError> {
+    let frames = frames.saturating_mul(FRAMES.record as u64);
+    let len = extents
+        .saturating_mul(EXTENTS.record as u64)
+        .saturating_add(frames);
+    if len > MAX_LOCATOR_BYTES {
+        return Err(FormatError::new(
+            NAME,
+            format!(
+                "it has {len} bytes of frames and extents, at most {MAX_LOCATOR_BYTES} are allowed"
+            ),
+        ));
+    }
+    let bytes = planes::decompress(NAME, packed, len)?;
+    let at = usize::try_from(frames).unwrap_or(usize::MAX);
+    let (frames, extents) = bytes.split_at_checked(at).unwrap_or((&bytes, &[]));
+    let mut tables = planes::join(FRAMES, frames);
+    tables.append(&mut planes::join(EXTENTS, extents));
+    Ok(tables)
 }
 
 fn check_frame(i: usize, frame: &FrameLoc, pack_size: u64) -> Result<(), FormatError> {

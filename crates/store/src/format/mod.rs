@@ -5,6 +5,7 @@ pub mod index;
 pub mod locator;
 pub mod map;
 pub mod pack;
+mod planes;
 pub mod profile;
 
 use zerocopy::little_endian::U32;
@@ -69,15 +70,27 @@ impl Prelude {
         Ok(())
     }
 
+    /// The same with features that a reader has to know.
+    pub(crate) const fn with(mut self, incompat: u32) -> Self {
+        self.incompat = U32::new(incompat);
+        self
+    }
+
     /// Checks the feature sets. Comes after the checksum, so that damage does not pass for a
     /// newer version.
     pub(crate) fn check_features(&self, format: &'static str) -> Result<(), FormatError> {
-        if self.incompat.get() == 0 {
-            return Ok(());
+        self.features(format, 0).map(|_| ())
+    }
+
+    /// The same for a format that has features of its own; those that are used.
+    pub(crate) fn features(&self, format: &'static str, known: u32) -> Result<u32, FormatError> {
+        let used = self.incompat.get();
+        if used & !known == 0 {
+            return Ok(used);
         }
         Err(FormatError::newer(
             format,
-            format!("it uses unknown features {:#x}", self.incompat),
+            format!("it uses unknown features {:#x}", used & !known),
         ))
     }
 }

@@ -102,6 +102,104 @@ fn locator_bytes() {
     assert_eq!(Locator::parse(&bytes, &digest, &map()).unwrap(), locator);
 }
 
+/// Large tables are compressed: the header says so, packs stay as they are, frames and extents go by
+/// planes. Beyond zstd's own bytes nothing is free.
+#[test]
+fn large_locators() {
+    let count = 4000_u32;
+    let mut builder = MapBuilder::new(u64::from(count) * 4096);
+    let extents: Vec<(u32, u32)> = (0..count).map(|i| (i / 4, i % 4 * 4096)).collect();
+    for i in 0..count {
+        builder.push(Extent {
+            data_offset: u64::from(i) * 4096,
+            len: 4096,
+            digest: Digest::of(&i.to_le_bytes()),
+        });
+    }
+    let map = builder.build().unwrap();
+    let packs = vec![PackLoc {
+        id: Digest::from_bytes([1; 32]),
+        size: 1 << 30,
+    }];
+    let frames: Vec<FrameLoc> = (0..count / 4)
+        .map(|i| FrameLoc {
+            pack: 0,
+            codec: Codec::Zstd,
+            offset: 32 + u64::from(i) * 9000,
+            stored_len: 9000,
+            raw_len: 16384,
+            digest: Digest::of(&(i + 1_000_000).to_le_bytes()),
+        })
+        .collect();
+    let digest = Digest::of(b"m");
+    let locator = Locator::new(digest, &map, packs, frames.clone(), extents.clone()).unwrap();
+    let bytes = locator.to_bytes();
+    assert!(bytes.len() < 1000 * 40, "{}", bytes.len());
+    assert_eq!(bytes[20..24], [1, 0, 0, 0]);
+    assert_eq!(bytes[80..112], [1; 32]);
+    assert_eq!(Locator::parse(&bytes, &digest, &map).unwrap(), locator);
+    let mut tables = Vec::with_capacity(1000 * 56 + 4000 * 8);
+    zstd_safe::decompress(&mut tables, &bytes[120..]).unwrap();
+    let mut expected = Vec::new();
+    let planes = |bytes: &[Vec<u8>], most: usize, out: &mut Vec<u8>| {
+        for plane in 0..most {
+            out.extend(bytes.iter().map(|record| record[plane]));
+        }
+        bytes.iter().for_each(|record| out.extend(&record[most..]));
+    };
+    let wire: Vec<Vec<u8>> = frames
+        .iter()
+        .map(|f| {
+            let mut record = [f.pack.to_le_bytes(), 1_u32.to_le_bytes()].concat();
+            record.extend(f.offset.to_le_bytes());
+            record.extend(f.stored_len.to_le_bytes());
+            record.extend(f.raw_len.to_le_bytes());
+            record.extend(f.digest.as_bytes());
+            record
+        })
+        .collect();
+    planes(&wire, 24, &mut expected);
+    let wire: Vec<Vec<u8>> = extents
+        .iter()
+        .map(|(frame, offset)| [frame.to_le_bytes(), offset.to_le_bytes()].concat())
+        .collect();
+    planes(&wire, 8, &mut expected);
+    assert!(tables == expected, "{} bytes", tables.len());
+
+    // Damage, cuts and wrong counts are refused, with right checksums too.
+    let sealed = |mut bytes: Vec<u8>| {
+        let body = crc32c::crc32c(&bytes[80..]);
+        bytes[72..76].copy_from_slice(&body.to_le_bytes());
+        let head = crc32c::crc32c(&bytes[..76]);
+        bytes[76..80].copy_from_slice(&head.to_le_bytes());
+        Locator::parse(&bytes, &digest, &map)
+    };
+    assert_eq!(sealed(bytes.clone()).unwrap(), locator);
+    for cut in [80, 119, 120, 121, bytes.len() - 1] {
+        assert!(sealed(bytes[..cut].to_vec()).is_err(), "{cut}");
+    }
+    assert!(sealed([&bytes[..], &[0]].concat()).is_err());
+    for (at, value) in [
+        (20, 3),
+        (20, 0),
+        (56, 0xff),
+        (63, 0x7f),
+        (64, 2),
+        (68, 0),
+        (70, 1),
+    ] {
+        let mut bad = bytes.clone();
+        bad[at] = value;
+        assert!(sealed(bad).is_err(), "{at}");
+    }
+    for at in (120..bytes.len()).step_by(97) {
+        let mut bad = bytes.clone();
+        bad[at] ^= 0x20;
+        assert!(Locator::parse(&bad, &digest, &map).is_err(), "{at}");
+        let _ = sealed(bad); // may be sound; must not panic
+    }
+}
+
 #[test]
 fn index_bytes() {
     let packs = vec![IndexPack {
