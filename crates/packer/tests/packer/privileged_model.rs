@@ -293,29 +293,43 @@ fn operate(root: &Path, model: &mut Model, rng: &mut Rng, number: usize) {
     }
 }
 
+/// Sequences at once: most of the time is spent waiting for mounts to come and go.
+const AT_ONCE: usize = 4;
+
 #[test]
 fn privileged_the_upper_holds_what_was_changed_and_nothing_else() {
     if let Some(reason) = unable() {
         skip!("{reason}");
     }
-    let sequences = match std::env::var_os("LAYERPACK_TEST_FULL") {
+    let sequences: u64 = match std::env::var_os("LAYERPACK_TEST_FULL") {
         Some(_) => 2000,
         None => 25,
     };
-    for seed in 0..sequences {
-        let mut rng = Rng::new(0x5eed + seed);
-        let scratch = ScratchDir::new("model").unwrap();
-        let dir = scratch.mkdir("base").unwrap();
-        let mut model = Model::new(base(&dir, &mut rng));
-        let store = memory_store();
-        let base = try_dir("base/b:1", &dir).unwrap();
-        let before = stack(&[&base], &scratch, "before", Some("rw"));
-        for number in 0..60 {
-            operate(&before.merged, &mut model, &mut rng, number);
+    std::thread::scope(|scope| {
+        for first in 0..AT_ONCE as u64 {
+            scope.spawn(move || {
+                for seed in (first..sequences).step_by(AT_ONCE) {
+                    sequence(seed);
+                }
+            });
         }
-        let packed = snapshot_upper(&store, &scratch.join("rw/upper"), 1);
-        model.check(&packed, seed);
-        let after = stack(&[&base, &packed], &scratch, "after", None);
-        assert_same_trees(&before.merged, &after.merged, &Options::default());
+    });
+}
+
+/// Sixty operations in an overlay, their snapshot, and what a sandbox of that shows.
+fn sequence(seed: u64) {
+    let mut rng = Rng::new(0x5eed + seed);
+    let scratch = ScratchDir::new("model").unwrap();
+    let dir = scratch.mkdir("base").unwrap();
+    let mut model = Model::new(base(&dir, &mut rng));
+    let store = memory_store();
+    let base = try_dir("base/b:1", &dir).unwrap();
+    let before = stack(&[&base], &scratch, "before", Some("rw"));
+    for number in 0..60 {
+        operate(&before.merged, &mut model, &mut rng, number);
     }
+    let packed = snapshot_upper(&store, &scratch.join("rw/upper"), 1);
+    model.check(&packed, seed);
+    let after = stack(&[&base, &packed], &scratch, "after", None);
+    assert_same_trees(&before.merged, &after.merged, &Options::default());
 }
