@@ -42,6 +42,11 @@ const TOOLS: &[Tool] = &[
         "a web server for stores to be read from",
     ),
     tool("umoci", "umoci", "a second reader of OCI layers"),
+    tool(
+        "buildah",
+        "buildah",
+        "commits of changes, to be measured beside",
+    ),
     Tool {
         package: "busybox-static",
         program: None,

@@ -8,6 +8,7 @@
 //! `target/bench`.
 
 mod build;
+mod buildah;
 mod cold;
 mod conformance;
 mod endurance;

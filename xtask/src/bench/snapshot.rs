@@ -10,6 +10,7 @@ use layerpack_fixtures::find_tool;
 use layerpack_fixtures::rng::Rng;
 use serde_json::Value;
 
+use super::buildah::Storage;
 use super::measure::{self, Spread, float};
 use super::report::Report;
 use super::{Bench, inputs, remove};
@@ -194,6 +195,7 @@ pub(super) fn table(bench: &Bench) -> Result<Report> {
             "files that do not compress, written through the sandbox right before; a store that lacks their contents".to_owned(),
             "10,000 files untouched below unless said; time of the whole command, process start and publishing included".to_owned(),
             "umoci repack and tar get the same files, umoci in an unpacked image of the same tree".to_owned(),
+            "buildah commit gets them in a container of that image, storage driver overlay, without compressing".to_owned(),
         ],
         columns: vec!["what", "wall ms: median (least to most)", "frozen ms", "bytes written"],
         chart: "ms for 1,000 changed files of 10 KiB",
@@ -371,8 +373,13 @@ fn peers(node: &Node<'_>, scratch: &Path, report: &mut Report, ours: f64) -> Res
         .rows
         .push(tar.row("tar of the upper with zstd -3".to_owned()));
     report.bars.push(("tar, zstd -3".to_owned(), tar.wall()));
-    if find_tool("umoci").is_none() {
-        report.conditions.push("umoci is not installed".to_owned());
+    let (umoci, buildah) = (find_tool("umoci").is_some(), find_tool("buildah").is_some());
+    for (there, name) in [(umoci, "umoci"), (buildah, "buildah")] {
+        if !there {
+            report.conditions.push(format!("{name} is not installed"));
+        }
+    }
+    if !umoci && !buildah {
         return Ok(());
     }
     let image = scratch.join("oci");
@@ -389,6 +396,59 @@ fn peers(node: &Node<'_>, scratch: &Path, report: &mut Report, ours: f64) -> Res
     arguments.extend(layers);
     node.output(&arguments)?;
     let named = |tag: &str| format!("{}:{tag}", image.display());
+    if buildah {
+        committed(node, scratch, report, &named("base"), ours)?;
+    }
+    if umoci {
+        repacked(node, scratch, report, &image, ours)?;
+    }
+    Ok(())
+}
+
+/// `buildah commit` of the same change.
+fn committed(
+    node: &Node<'_>,
+    scratch: &Path,
+    report: &mut Report,
+    image: &str,
+    ours: f64,
+) -> Result<()> {
+    let storage = Storage::new(&scratch.join("buildah"))?;
+    let image = storage.pull(image)?;
+    let mut taken = Taken::default();
+    for round in 0..node.bench.rounds().min(5) {
+        let seed = 40_000 + round as u64;
+        let (wall, bytes) = storage.commit(&image, |tree| {
+            change(&tree.join("work"), (1000, 10 << 10), seed, 0)
+        })?;
+        taken.wall_ms.push(wall);
+        taken.new_bytes = bytes;
+    }
+    report.rows.push(taken.row("buildah commit".to_owned()));
+    report
+        .bars
+        .push(("buildah commit".to_owned(), taken.wall()));
+    report.verdicts.push(super::report::Verdict {
+        claim: "S6",
+        found: format!(
+            "buildah commit takes {:.1}x the time, at least 20x is asked for",
+            taken.wall() / ours
+        ),
+        met: taken.wall() >= 20.0 * ours,
+    });
+    Ok(())
+}
+
+/// `umoci repack` of the same change.
+fn repacked(
+    node: &Node<'_>,
+    scratch: &Path,
+    report: &mut Report,
+    image: &Path,
+    ours: f64,
+) -> Result<()> {
+    let case = (1000, 10 << 10);
+    let named = |tag: &str| format!("{}:{tag}", image.display());
     let bundle = scratch.join("bundle");
     let mut repack = Taken::default();
     for round in 0..node.bench.rounds().min(3) {
@@ -399,13 +459,13 @@ fn peers(node: &Node<'_>, scratch: &Path, report: &mut Report, ours: f64) -> Res
             .arg(&bundle);
         process::quietly(&mut unpack)?;
         change(&bundle.join("rootfs/work"), case, 30_000 + round as u64, 0)?;
-        let before = measure::size(&image)?;
+        let before = measure::size(image)?;
         let mut command = Command::new("umoci");
         command
             .args(["repack", "--image", &named(&format!("r{round}"))])
             .arg(&bundle);
         repack.wall_ms.push(measure::run(&command)?.wall * 1e3);
-        repack.new_bytes = measure::size(&image)? - before;
+        repack.new_bytes = measure::size(image)? - before;
     }
     report.rows.push(repack.row("umoci repack".to_owned()));
     report.bars.push(("umoci repack".to_owned(), repack.wall()));
