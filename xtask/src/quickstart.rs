@@ -211,8 +211,7 @@ fn build() -> Result<PathBuf> {
             "--locked",
             "--package",
             "layerpack",
-            "--bin",
-            "layerpack",
+            "--bins",
         ])
         .current_dir(workspace::root()?);
     process::run(&mut command)?;

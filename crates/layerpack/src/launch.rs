@@ -15,6 +15,7 @@ use layerpack_runtime::{
     ExecSpec, IdMap, Limits, Network, SandboxId, SandboxSpec, Sandboxes, SandboxesOptions, Terminal,
 };
 
+use crate::INIT_NAME;
 use crate::api::StackRequest;
 use crate::args::{NetworkArg, PrefetchArgs, ProcessArgs, ShapeArgs};
 use crate::client::{Client, ClientError};
@@ -46,10 +47,22 @@ pub(crate) const RULES_FILE: &str = "rules.toml";
 pub(crate) fn sandboxes(root: &Path) -> anyhow::Result<Sandboxes> {
     Ok(Sandboxes::open(SandboxesOptions {
         root: root.join("sandboxes"),
-        init: None,
+        init: init(),
+        agent: None,
         cgroup_parent: CGROUP_PARENT.to_owned(),
         stop_by_signals: false,
     })?)
+}
+
+/// The program of PID 1: a small one beside this one, if it is there.
+fn init() -> Option<PathBuf> {
+    let own = env::current_exe().ok()?;
+    // This one was replaced or removed while it runs: what lies beside it is of another version.
+    if own.as_os_str().as_encoded_bytes().ends_with(b" (deleted)") {
+        return None;
+    }
+    let init = own.with_file_name(INIT_NAME);
+    (init != own && init.is_file()).then_some(init)
 }
 
 /// A stack that is mounted for one sandbox; ended on drop unless it is kept.

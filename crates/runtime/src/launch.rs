@@ -109,6 +109,15 @@ pub(crate) fn namespaces(network: Network) -> Namespaces {
     }
 }
 
+/// Programs that run in a sandbox; `None`: this process's own.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Programs<'a> {
+    /// As PID 1.
+    pub(crate) init: Option<&'a Path>,
+    /// In the channel's directory.
+    pub(crate) agent: Option<&'a Path>,
+}
+
 /// Starts PID 1 of `spec`'s sandbox and waits until everything is set up.
 /// With a command (a one-shot sandbox) that is running then, and PID 1 dies
 /// with the caller.
@@ -116,7 +125,7 @@ pub(crate) fn launch(
     spec: &SandboxSpec,
     dirs: &Directories,
     group: &Group,
-    program: Option<&Path>,
+    programs: Programs<'_>,
     command: Option<(&ExecSpec, Streams)>,
 ) -> Result<(Init, Option<Session>)> {
     let (socket, theirs) = rustix::net::socketpair(
@@ -126,9 +135,9 @@ pub(crate) fn launch(
         None,
     )
     .map_err(|e| setup("making a socket", e))?;
-    let init = start_init(spec, group, program, &theirs, command.is_some())?;
+    let init = start_init(spec, group, programs.init, &theirs, command.is_some())?;
     drop(theirs);
-    let result = hand_over(spec, dirs, group, &init, &socket, program, command);
+    let result = hand_over(spec, dirs, group, &init, &socket, programs.agent, command);
     // If PID 1 was not executed at all, that is the reason for anything later.
     init.launched.wait_exec()?.map_err(|failure| {
         setup(
@@ -251,7 +260,7 @@ fn hand_over(
     group: &Group,
     init: &Init,
     socket: &OwnedFd,
-    program: Option<&Path>,
+    agent: Option<&Path>,
     command: Option<(&ExecSpec, Streams)>,
 ) -> Result<(Option<Session>, String)> {
     let launched = &init.launched;
@@ -267,7 +276,7 @@ fn hand_over(
     launched.open_gate()?;
 
     let terminal = command.as_ref().and_then(|(exec, _)| exec.terminal);
-    let mounts = mounts::make(spec, dirs, userns.as_fd(), terminal.is_some(), program)?;
+    let mounts = mounts::make(spec, dirs, userns.as_fd(), terminal.is_some(), agent)?;
     let mut head = Head::new(spec.hostname().to_owned(), mounts.sys.is_none());
     if !group.is_unified() {
         head.v1_controllers = Some(

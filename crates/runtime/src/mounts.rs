@@ -65,6 +65,9 @@ pub(crate) struct Mounts {
     pub(crate) sys: Option<OwnedFd>,
     /// The channel's directory, and the program in it.
     pub(crate) channel: Option<(OwnedFd, OwnedFd)>,
+    /// The layers below `root`, which has references of its own. Taking a mount down waits for all
+    /// processors, so it is left for when PID 1 has all it needs.
+    _lowers: Vec<OwnedFd>,
 }
 
 fn setup(step: &str) -> impl FnOnce(Errno) -> RuntimeError {
@@ -86,15 +89,17 @@ pub(crate) fn make(
     dirs: &Directories,
     userns: BorrowedFd<'_>,
     console: bool,
-    program: Option<&Path>,
+    agent: Option<&Path>,
 ) -> Result<Mounts> {
     let map = spec.id_map;
+    let (root, lowers) = root(spec, dirs, userns)?;
     let (base, group) = (
         map.base.to_string(),
         map.base.saturating_add(TTY_GROUP).to_string(),
     );
     Ok(Mounts {
-        root: root(spec, dirs, userns)?,
+        root,
+        _lowers: lowers,
         dev: dev(map, console, spec.channel)?,
         pts: mount::simple(
             "devpts",
@@ -119,17 +124,17 @@ pub(crate) fn make(
         },
         channel: match spec.channel {
             false => None,
-            true => Some(channel(dirs, program)?),
+            true => Some(channel(dirs, agent)?),
         },
     })
 }
 
 /// The channel's directory and the program that speaks through it, neither to be written.
-fn channel(dirs: &Directories, program: Option<&Path>) -> Result<(OwnedFd, OwnedFd)> {
+fn channel(dirs: &Directories, agent: Option<&Path>) -> Result<(OwnedFd, OwnedFd)> {
     let flags = MountFlags::MOUNT_ATTR_RDONLY
         | MountFlags::MOUNT_ATTR_NOSUID
         | MountFlags::MOUNT_ATTR_NODEV;
-    let program = mount::bind(program.unwrap_or(Path::new("/proc/self/exe")))?;
+    let program = mount::bind(agent.unwrap_or(Path::new("/proc/self/exe")))?;
     let mode = rustix::fs::fstat(&program)
         .map_err(setup("looking at the program for the channel"))?
         .st_mode;
@@ -159,22 +164,27 @@ fn host_sys() -> Result<OwnedFd> {
 /// The first kernel whose overlayfs takes layers on detached mounts.
 const DETACHED_LAYERS: (u32, u32) = (6, 15);
 
-fn root(spec: &SandboxSpec, dirs: &Directories, userns: BorrowedFd<'_>) -> Result<OwnedFd> {
-    let top = spec
-        .lowers
-        .first()
-        .ok_or_else(|| RuntimeError::InvalidSpec {
-            what: "layers",
-            problem: "a sandbox needs at least one".to_owned(),
-        })?;
-    like_top(&lower(top, userns)?, &dirs.upper)?;
-    let overlay = if layerpack_sys::probe::kernel_version() >= DETACHED_LAYERS {
-        let lowers: Result<Vec<Layer>> = spec
-            .lowers
-            .iter()
-            .map(|path| lower(path, userns).map(Layer::Fd))
-            .collect();
-        overlay(spec, dirs, lowers?)?
+/// The overlay, and mounts that are of no more use.
+fn root(
+    spec: &SandboxSpec,
+    dirs: &Directories,
+    userns: BorrowedFd<'_>,
+) -> Result<(OwnedFd, Vec<OwnedFd>)> {
+    let none = || RuntimeError::InvalidSpec {
+        what: "layers",
+        problem: "a sandbox needs at least one".to_owned(),
+    };
+    let detached = layerpack_sys::probe::kernel_version() >= DETACHED_LAYERS;
+    let wanted = if detached { spec.lowers.len() } else { 1 };
+    let lowers: Vec<OwnedFd> = (spec.lowers.iter().take(wanted))
+        .map(|path| lower(path, userns))
+        .collect::<Result<_>>()?;
+    like_top(lowers.first().ok_or_else(none)?, &dirs.upper)?;
+    let overlay = if detached {
+        let layers = (lowers.iter())
+            .map(|fd| fd.try_clone().map(Layer::Fd))
+            .collect::<std::io::Result<_>>()?;
+        overlay(spec, dirs, layers)?
     } else {
         overlay_of_attached(spec, dirs, userns)?
     };
@@ -183,7 +193,7 @@ fn root(spec: &SandboxSpec, dirs: &Directories, userns: BorrowedFd<'_>) -> Resul
         let flags = MountFlags::MOUNT_ATTR_RDONLY;
         mount::set_attr(overlay.as_fd(), flags, MountFlags::empty(), false)?;
     }
-    Ok(overlay)
+    Ok((overlay, lowers))
 }
 
 fn lower(path: &Path, userns: BorrowedFd<'_>) -> Result<OwnedFd> {

@@ -19,6 +19,8 @@ use crate::spec::IdMap;
 
 /// Largest request, in bytes: the kernel's own limit for arguments is 2 MiB here.
 const REQUEST_LIMIT: usize = 4 << 20;
+/// Changes with what is said: PID 1 may be a program of its own.
+const VERSION: u32 = 1;
 /// Largest answer, in bytes.
 const ANSWER_LIMIT: usize = 64 << 10;
 
@@ -57,6 +59,7 @@ impl Plan {
 /// Head of a request.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Head {
+    version: u32,
     /// Host name.
     pub(crate) hostname: String,
     /// The sandbox has a network namespace of its own.
@@ -112,6 +115,7 @@ pub(crate) enum Answer {
 impl Head {
     pub(crate) fn new(hostname: String, own_network: bool) -> Self {
         Self {
+            version: VERSION,
             hostname,
             own_network,
             v1_controllers: None,
@@ -207,6 +211,11 @@ pub(crate) fn recv_request(socket: BorrowedFd<'_>) -> Result<Request> {
         .and_then(|rest| rest.split_at_checked(head_len))
         .ok_or_else(|| broken("a request is cut off"))?;
     let mut head: Head = serde_json::from_slice(head).map_err(broken)?;
+    if head.version != VERSION {
+        return Err(broken(
+            "its program is of another version: install layerpack and layerpack-init together",
+        ));
+    }
     let command = match head.command.take() {
         Some(command) => Some(plan_from(command, strings)?),
         None => None,

@@ -11,7 +11,7 @@ use rustix::process::{Pid, Signal};
 
 use crate::cgroup::{Group, Hierarchies};
 use crate::error::{Result, RuntimeError};
-use crate::launch;
+use crate::launch::{self, Programs};
 use crate::protocol::Plan;
 use crate::record::{InitProcess, Layout, Lock, Record};
 use crate::seccomp;
@@ -37,6 +37,9 @@ pub struct SandboxesOptions {
     pub root: PathBuf,
     /// Program to start as PID 1 (it must call [`crate::init_main`]); `None`: this process's own program.
     pub init: Option<PathBuf>,
+    /// Program to show in sandboxes that have a channel, as `/dev/layerpack/pack_diff`; `None`: this
+    /// process's own program.
+    pub agent: Option<PathBuf>,
     /// Control group below which each sandbox gets its own.
     pub cgroup_parent: String,
     /// Halt sandboxes by signals also where control groups can freeze.
@@ -151,6 +154,13 @@ impl Sandboxes {
         })
     }
 
+    fn programs(&self) -> Programs<'_> {
+        Programs {
+            init: self.options.init.as_deref(),
+            agent: self.options.agent.as_deref(),
+        }
+    }
+
     pub(crate) fn stops_by_signals(&self) -> bool {
         self.options.stop_by_signals
     }
@@ -191,7 +201,7 @@ impl Sandboxes {
         let (mut making, mut record) = self.make(spec, false, false)?;
         let dirs = self.layout.directories(&spec.id);
         let group = making.group.as_ref().ok_or_else(|| no_group(&spec.id))?;
-        let (init, _) = launch::launch(spec, &dirs, group, self.options.init.as_deref(), None)?;
+        let (init, _) = launch::launch(spec, &dirs, group, self.programs(), None)?;
         record.init = Some(InitProcess::of(init.launched().pid)?);
         self.layout.write(&record)?;
         init.keep();
@@ -218,9 +228,8 @@ impl Sandboxes {
         let (mut making, mut record) = self.make(spec, true, keep)?;
         let dirs = self.layout.directories(&spec.id);
         let group = making.group.as_ref().ok_or_else(|| no_group(&spec.id))?;
-        let program = self.options.init.as_deref();
-        let (init, session) =
-            launch::launch(spec, &dirs, group, program, Some((command, streams)))?;
+        let command = Some((command, streams));
+        let (init, session) = launch::launch(spec, &dirs, group, self.programs(), command)?;
         let session = session.ok_or_else(|| no_group(&spec.id))?;
         record.init = Some(InitProcess::of(init.launched().pid)?);
         self.layout.write(&record)?;

@@ -35,6 +35,7 @@ fn launcher(args: Vec<String>) -> Result<u8, RuntimeError> {
     let sandboxes = Sandboxes::open(SandboxesOptions {
         root: PathBuf::from(root),
         init: None,
+        agent: None,
         cgroup_parent: parent,
         stop_by_signals: false,
     })?;

@@ -5,20 +5,11 @@ mod support;
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use layerpack_fixtures::{ChildGuard, skip};
+use layerpack_fixtures::ChildGuard;
 use layerpack_runtime::SandboxState;
-use support::{Fixture, missing};
-
-macro_rules! fixture {
-    ($label:literal) => {{
-        if let Some(reason) = missing() {
-            skip!("{reason}");
-        }
-        Fixture::new($label)
-    }};
-}
+use support::{Fixture, fixture, wait_for};
 
 fn launcher(fixture: &Fixture, what: &str, target: &str, script: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_layerpack-test-init"));
@@ -59,11 +50,7 @@ fn running(marker: &str) -> bool {
 
 #[track_caller]
 fn wait_gone(marker: &str) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while running(marker) {
-        assert!(Instant::now() < deadline, "{marker} still runs");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    wait_for(&format!("{marker} still runs"), || !running(marker));
 }
 
 #[test]

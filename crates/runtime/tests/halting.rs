@@ -3,29 +3,16 @@
 
 mod support;
 
-use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use layerpack_fixtures::skip;
 use layerpack_runtime::{HaltedBy, RuntimeError, SandboxState, Sandboxes, SandboxesOptions};
-use support::{Fixture, missing};
-
-macro_rules! fixture {
-    ($label:literal) => {{
-        if let Some(reason) = missing() {
-            skip!("{reason}");
-        }
-        Fixture::new($label)
-    }};
-}
+use support::{Fixture, fixture, wait_for};
 
 /// The same sandboxes for one who has no freezer.
 fn without_freezer(fixture: &Fixture) -> Sandboxes {
     Sandboxes::open(SandboxesOptions {
-        root: fixture.dir.path().join("sandboxes"),
-        init: Some(PathBuf::from(env!("CARGO_BIN_EXE_layerpack-test-init"))),
-        cgroup_parent: fixture.parent.clone(),
         stop_by_signals: true,
+        ..Fixture::options(fixture.dir.path(), &fixture.parent)
     })
     .unwrap()
 }
@@ -46,11 +33,9 @@ fn start_counting(fixture: &Fixture, id: &str) {
 #[track_caller]
 fn goes_on(upper: &std::path::Path) {
     let before = (count(upper, "a"), count(upper, "b"));
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while count(upper, "a") <= before.0 || count(upper, "b") <= before.1 {
-        assert!(Instant::now() < deadline, "it does not go on");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_for("it does not go on", || {
+        count(upper, "a") > before.0 && count(upper, "b") > before.1
+    });
 }
 
 #[track_caller]
@@ -150,11 +135,9 @@ fn privileged_a_sandbox_that_is_packed_stays_and_has_one_packer() {
     let upper = fixture.sandboxes.get(id).unwrap().upper;
     std::thread::scope(|scope| {
         let removing = scope.spawn(|| other.remove(id, true));
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while fixture.sandboxes.get(id).unwrap().state != SandboxState::Dead {
-            assert!(Instant::now() < deadline, "its processes live on");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        wait_for("its processes live on", || {
+            fixture.sandboxes.get(id).unwrap().state == SandboxState::Dead
+        });
         assert!(upper.exists() && !removing.is_finished());
         drop(waiting);
         removing.join().unwrap().unwrap();

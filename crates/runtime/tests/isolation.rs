@@ -11,16 +11,7 @@ use std::process::Command;
 use layerpack_fixtures::{find_tool, skip};
 use layerpack_runtime::{ExecSpec, Network};
 use rustix::fs::{CWD, FileType, Mode, makedev};
-use support::{Fixture, command, missing, sh};
-
-macro_rules! fixture {
-    ($label:literal) => {{
-        if let Some(reason) = missing() {
-            skip!("{reason}");
-        }
-        Fixture::new($label)
-    }};
-}
+use support::{Fixture, command, fixture, sh};
 
 /// Puts the probe into the fixture's tree, once plain and once set-id.
 fn with_probe(fixture: &Fixture) -> bool {

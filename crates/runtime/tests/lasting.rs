@@ -5,28 +5,8 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use layerpack_fixtures::skip;
 use layerpack_runtime::{ExecSpec, RuntimeError, SandboxId, SandboxState, Streams, Terminal};
-use support::{Fixture, command, missing, sh};
-
-macro_rules! fixture {
-    ($label:literal) => {{
-        if let Some(reason) = missing() {
-            skip!("{reason}");
-        }
-        Fixture::new($label)
-    }};
-}
-
-/// Waits until `done` holds, for at most a minute.
-#[track_caller]
-fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !done() {
-        assert!(Instant::now() < deadline, "{what}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-}
+use support::{Fixture, command, fixture, sh, wait_for};
 
 #[test]
 fn privileged_a_sandbox_lasts_until_it_is_removed() {

@@ -7,21 +7,12 @@ use std::io::{BufRead as _, BufReader, Read as _};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use layerpack_fixtures::{ChildGuard, skip};
+use layerpack_fixtures::ChildGuard;
 use layerpack_runtime::{ExecSpec, Limits, RuntimeError, SandboxState, Streams, Terminal};
 use layerpack_sys::mount::MountFlags;
-use support::{Fixture, missing, sh};
-
-macro_rules! fixture {
-    ($label:literal) => {{
-        if let Some(reason) = missing() {
-            skip!("{reason}");
-        }
-        Fixture::new($label)
-    }};
-}
+use support::{Fixture, fixture, sh, wait_for};
 
 fn full() -> OwnedFd {
     let file = fs_err::OpenOptions::new().write(true).open("/dev/full");
@@ -75,12 +66,10 @@ fn record(fixture: &Fixture, id: &str) -> PathBuf {
 /// Waits until the process has ended, reaping it if it is ours.
 #[track_caller]
 fn wait_dead(pid: rustix::process::Pid) {
-    let deadline = Instant::now() + Duration::from_secs(60);
     let stat = format!("/proc/{}/stat", pid.as_raw_nonzero());
-    while fs_err::read_to_string(&stat).is_ok_and(|stat| !stat.contains(") Z ")) {
-        assert!(Instant::now() < deadline, "{stat} is still there");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    wait_for(&format!("{stat} is still there"), || {
+        !fs_err::read_to_string(&stat).is_ok_and(|stat| !stat.contains(") Z "))
+    });
 }
 
 #[test]

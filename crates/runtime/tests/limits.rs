@@ -7,16 +7,7 @@ use std::path::Path;
 
 use layerpack_fixtures::skip;
 use layerpack_runtime::Limits;
-use support::{Fixture, missing, sh};
-
-macro_rules! fixture {
-    ($label:literal) => {{
-        if let Some(reason) = missing() {
-            skip!("{reason}");
-        }
-        Fixture::new($label)
-    }};
-}
+use support::{fixture, sh};
 
 /// The first of these control files, as the sandbox sees them.
 fn read_first(files: [&str; 2]) -> String {

@@ -11,16 +11,7 @@ use std::time::{Duration, Instant};
 
 use layerpack_fixtures::skip;
 use layerpack_runtime::{ExecSpec, RuntimeError, SandboxState};
-use support::{Fixture, capture_with, command, missing, sh};
-
-macro_rules! fixture {
-    ($label:literal) => {{
-        if let Some(reason) = missing() {
-            skip!("{reason}");
-        }
-        Fixture::new($label)
-    }};
-}
+use support::{capture_with, command, fixture, sh};
 
 #[test]
 fn privileged_a_command_runs_and_nothing_is_left() {

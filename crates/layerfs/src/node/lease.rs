@@ -95,13 +95,13 @@ impl Record {
         dir.join(format!("{id}.json"))
     }
 
-    /// Writes the record.
+    /// Writes the record. Not durably: what a crash of the machine loses was of that boot.
     pub(super) fn save(&self, dir: &Path) -> Result<()> {
         let path = Self::path(dir, &self.info.spec.id);
         let bytes = serde_json::to_vec(self)
             .map_err(std::io::Error::other)
             .at("write", &path)?;
-        crate::files::replace(dir, &path, &[&bytes], true)
+        crate::files::replace(dir, &path, &[&bytes], false)
     }
 
     /// Removes a record; it may be gone already.
@@ -113,12 +113,17 @@ impl Record {
         }
     }
 
-    /// All records. Unreadable ones are reported and left where they are.
+    /// All records. Unreadable ones are reported and left where they are, but for those that a
+    /// crash of the machine emptied.
     pub(super) fn load_all(dir: &Path, problems: &mut Vec<String>) -> Result<Vec<Self>> {
         let mut records = Vec::new();
         for entry in fs_err::read_dir(dir).at("list", dir)? {
             let path = entry.at("list", dir)?.path();
             if path.extension().is_none_or(|e| e != "json") {
+                continue;
+            }
+            if fs_err::metadata(&path).is_ok_and(|metadata| metadata.len() == 0) {
+                fs_err::remove_file(&path).at("remove", &path)?;
                 continue;
             }
             match Self::load(&path) {

@@ -12,6 +12,7 @@ use std::io::Read as _;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use layerpack_fixtures::{ScratchDir, find_tool, is_root};
 use layerpack_runtime::{
@@ -26,6 +27,27 @@ const PROGRAMS: [&str; 40] = [
     "readlink", "mknod", "chmod", "chown", "ln", "wc", "tail", "head", "test", "setsid", "chroot",
     "unshare", "ifconfig", "su", "find", "dmesg",
 ];
+
+/// A fixture for the test with this label, which is skipped where sandboxes cannot run.
+macro_rules! fixture {
+    ($label:literal) => {{
+        if let Some(reason) = $crate::support::missing() {
+            layerpack_fixtures::skip!("{reason}");
+        }
+        $crate::support::Fixture::new($label)
+    }};
+}
+pub(crate) use fixture;
+
+/// Waits until `done` holds, for at most a minute.
+#[track_caller]
+pub(crate) fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !done() {
+        assert!(Instant::now() < deadline, "{what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
 
 pub(crate) struct Fixture {
     pub(crate) sandboxes: Sandboxes,
@@ -101,13 +123,19 @@ impl Fixture {
     }
 
     pub(crate) fn open(dir: &Path, parent: &str) -> Sandboxes {
-        Sandboxes::open(SandboxesOptions {
+        Sandboxes::open(Self::options(dir, parent)).unwrap()
+    }
+
+    /// What [`Fixture::open`] opens.
+    pub(crate) fn options(dir: &Path, parent: &str) -> SandboxesOptions {
+        let program = PathBuf::from(env!("CARGO_BIN_EXE_layerpack-test-init"));
+        SandboxesOptions {
             root: dir.join("sandboxes"),
-            init: Some(PathBuf::from(env!("CARGO_BIN_EXE_layerpack-test-init"))),
+            init: Some(program.clone()),
+            agent: Some(program),
             cgroup_parent: parent.to_owned(),
             stop_by_signals: false,
-        })
-        .unwrap()
+        }
     }
 
     pub(crate) fn lower(&self) -> PathBuf {
