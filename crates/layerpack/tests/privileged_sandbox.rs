@@ -5,12 +5,11 @@
 mod support;
 
 use std::io::Write as _;
-use std::path::PathBuf;
 use std::process::Stdio;
 
 use layerpack_fixtures::treecmp::{self, Options};
 use layerpack_fixtures::{MountGuard, is_root, skip};
-use support::{Node, describe, mounts, one_error, processes};
+use support::{Node, assert_clean, describe, one_error};
 
 /// A node with the layer `base/root:1` and, over it, `workspace/w:1` at /project.
 fn node(label: &str) -> Node {
@@ -24,15 +23,6 @@ fn node(label: &str) -> Node {
     fs_err::write(work.join("gone/inner"), "to be deleted\n").unwrap();
     node.build("workspace/w:1", &work, &["--at", "/project"]);
     node
-}
-
-/// Nothing of the node is mounted, no process of it is there, no sandbox's directory.
-#[track_caller]
-fn assert_clean(node: &Node) {
-    node.ok(["daemon", "stop"]);
-    assert_eq!(mounts(node), Vec::<PathBuf>::new());
-    assert_eq!(processes(node), Vec::<String>::new());
-    assert_eq!(node.json(["sandbox", "ls"]).as_array().unwrap().len(), 0);
 }
 
 #[test]

@@ -11,10 +11,10 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use layerpack_fixtures::treecmp::{self, Options};
-use layerpack_fixtures::{is_root, skip};
+use layerpack_fixtures::{MountGuard, is_root, skip};
 use layerpack_runtime::{Sandboxes, SandboxesOptions};
 use serde_json::Value;
-use support::{Node, describe, mounts, processes};
+use support::{Node, assert_clean, describe};
 
 /// A node with the layer `base/root:1`, which can run our own binary.
 fn node(label: &str) -> Node {
@@ -46,6 +46,7 @@ fn sandboxes(node: &Node) -> Sandboxes {
     Sandboxes::open(SandboxesOptions {
         root: node.root().join("sandboxes"),
         init: None,
+        agent: None,
         cgroup_parent: "layerpack".to_owned(),
         stop_by_signals: false,
     })
@@ -57,13 +58,6 @@ fn state(node: &Node) -> String {
         .as_str()
         .unwrap()
         .to_owned()
-}
-
-#[track_caller]
-fn assert_clean(node: &Node) {
-    node.ok(["daemon", "stop"]);
-    assert_eq!(mounts(node), Vec::<PathBuf>::new());
-    assert_eq!(processes(node), Vec::<String>::new());
 }
 
 #[test]
@@ -178,6 +172,7 @@ fn holder() {
     let all = Sandboxes::open(SandboxesOptions {
         root: PathBuf::from(root),
         init: None,
+        agent: None,
         cgroup_parent: "layerpack".to_owned(),
         stop_by_signals: false,
     })
@@ -347,6 +342,99 @@ fn privileged_what_goes_wrong_harms_neither_sandbox_nor_store() {
     let found = node.ok(["find", "--alone", "diff/dead:1"]);
     assert!(found.contains("/root/one") && found.contains("/root/two"));
     node.ok(["sandbox", "rm", id]);
+    assert_clean(&node);
+}
+
+#[test]
+fn privileged_a_full_store_harms_neither_sandbox_nor_store() {
+    if !is_root() {
+        skip!("needs root for sandboxes");
+    }
+    let node = node("full");
+    let id = node.ok(["sandbox", "create", "base/root:1"]);
+    let id = id.trim();
+    let write = "cd /root; mkdir many; for i in 0 1 2 3 4 5 6 7 8 9; do \
+                 for j in 0 1 2 3 4 5 6 7 8 9; do echo $i$j > many/$i$j; done; done; \
+                 dd if=/dev/urandom of=large bs=1048576 count=8 2>/dev/null";
+    exec(&node, id, write);
+    let (mut refused, mut published) = (0, 0);
+    // Full before the first pack, within it, at what describes it; the last has room.
+    for kib in [0, 64, 2 << 10, 6 << 10, 8200, 8216, 8240, 16 << 10] {
+        let place = node.scratch.mkdir(format!("disk-{kib}")).unwrap();
+        let disk = MountGuard::tmpfs((kib << 10) + 4096, &place).unwrap();
+        let store = disk.path().join("store");
+        let store = store.to_str().unwrap();
+        let arguments = ["-q", "--store", store, "pack-diff", id];
+        let output = node.run(arguments.iter().chain(&["--name", "s", "--version", "1"]));
+        let listed = node.ok(["-o", "json", "--store", store, "snapshot", "ls"]);
+        if output.status.success() {
+            published += 1;
+            node.ok(["--store", store, "verify", "diff/s:1"]);
+        } else {
+            refused += 1;
+            let error = support::one_error(1, &output);
+            assert!(
+                error.contains(store) && error.to_lowercase().contains("space"),
+                "{error}"
+            );
+            assert_eq!(listed.trim(), "[]", "{kib} KiB");
+            let left = fs_err::read_dir(disk.path().join("store/tmp"));
+            assert_eq!(left.into_iter().flatten().count(), 0, "{kib} KiB");
+        }
+        assert_eq!(state(&node), "running");
+        assert_eq!(exec(&node, id, "cat /root/many/42"), "42\n");
+        disk.unmount().unwrap();
+    }
+    assert!(refused >= 4 && published >= 1, "{refused} {published}");
+    node.ok(["sandbox", "rm", "-f", id]);
+    assert_clean(&node);
+}
+
+#[test]
+fn privileged_a_sandbox_that_dies_while_it_is_packed_is_packed_whole_or_not() {
+    if !is_root() {
+        skip!("needs root for sandboxes");
+    }
+    let node = node("dies");
+    for (round, delay) in [0, 3, 6, 9, 12, 15, 20, 30, 45, 70, 120]
+        .into_iter()
+        .enumerate()
+    {
+        let made = node.json(["sandbox", "create", "base/root:1"]);
+        let id = made["id"].as_str().unwrap();
+        let pid = i32::try_from(made["pid"].as_i64().unwrap()).unwrap();
+        let write = "cd /root; for i in 0 1 2 3 4 5 6 7 8 9; do \
+                     for j in 0 1 2 3 4 5 6 7 8 9; do echo $i$j > f$i$j; done; done; \
+                     dd if=/dev/urandom of=large bs=1048576 count=4 2>/dev/null; \
+                     while :; do echo more >> log; done >/dev/null 2>&1 &";
+        exec(&node, id, write);
+        let (name, version) = (format!("s{round}"), "1");
+        let mut command = node.command();
+        command.args(["-q", "pack-diff", id, "--name", &name, "--version", version]);
+        let packer = command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        std::thread::sleep(Duration::from_millis(delay));
+        support::kill(pid, "KILL");
+        let output = packer.wait_with_output().unwrap();
+        let reference = format!("diff/{name}:1");
+        if output.status.success() {
+            let found = node.ok(["find", "--alone", &reference]);
+            let files = found.lines().filter(|line| line.contains("/root/f"));
+            assert_eq!(files.count(), 100, "{found}");
+            assert!(found.contains("/root/large"), "{found}");
+            node.ok(["verify", &reference]);
+        } else {
+            support::one_error(1, &output);
+            node.fails(1, ["inspect", &reference]);
+        }
+        // What it wrote is still there, for the next attempt.
+        assert!(support::wait_until(|| state(&node) == "dead"));
+        pack(&node, id, &format!("again{round}:1"), &[]);
+        node.ok(["sandbox", "rm", id]);
+    }
     assert_clean(&node);
 }
 

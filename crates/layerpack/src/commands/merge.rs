@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::bail;
 use layerpack_packer::{MergeOptions, merge};
-use layerpack_store::{LayerName, Reference, Version};
+use layerpack_store::{LayerName, LayerStore, Reference, Version};
 
 use super::Outcome;
 use super::build::{labels, warn};
@@ -20,12 +20,22 @@ pub(super) fn run(context: &Context, args: MergeArgs) -> Outcome {
     let signer = Signer::new(&args.sign)?;
     let options = options(args)?;
     let store = context.store()?;
+    publish(context, &store, &options, &signer)
+}
+
+/// Merges, signs and prints what came of it.
+pub(super) fn publish(
+    context: &Context,
+    store: &LayerStore,
+    options: &MergeOptions,
+    signer: &Signer,
+) -> Outcome {
     let reporter = Reporter::new(&options.reference.to_string(), context);
-    let report = merge(&store, &options, &reporter);
+    let report = merge(store, options, &reporter);
     reporter.finish();
     let report = report?;
     warn(context, &report.warnings);
-    signer.sign(&store, &report.published.digest)?;
+    signer.sign(store, &report.published.digest)?;
     Published::new(
         &report.published,
         report.counts,

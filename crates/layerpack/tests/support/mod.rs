@@ -196,6 +196,15 @@ fn end(node: &Node) {
     node.run(["daemon", "stop", "--force"]);
 }
 
+/// Nothing of the node is mounted, no process of it is there, no sandbox's directory.
+#[track_caller]
+pub(crate) fn assert_clean(node: &Node) {
+    node.ok(["daemon", "stop"]);
+    assert_eq!(mounts(node), Vec::<PathBuf>::new());
+    assert_eq!(processes(node), Vec::<String>::new());
+    assert_eq!(node.json(["sandbox", "ls"]).as_array().unwrap().len(), 0);
+}
+
 /// Mount points that exist below a node's scratch directory.
 pub(crate) fn mounts(node: &Node) -> Vec<PathBuf> {
     mounts_below(node.scratch.path())

@@ -1,18 +1,14 @@
 //! `layerpack snapshot squash`: one layer of a snapshot and the diffs below it, or of everything.
 
-use std::process::ExitCode;
-
 use anyhow::Context as _;
-use layerpack_packer::{MergeOptions, merge};
+use layerpack_packer::MergeOptions;
 use layerpack_store::{Kind, LayerName, Reference, Version};
 
-use super::super::Outcome;
-use super::super::build::{labels, warn};
+use super::super::build::labels;
+use super::super::{Outcome, merge};
 use super::open;
 use crate::args::SnapshotSquashArgs;
 use crate::context::Context;
-use crate::progress::Reporter;
-use crate::published::Published;
 use crate::signing::Signer;
 
 pub(super) fn run(context: &Context, args: SnapshotSquashArgs) -> Outcome {
@@ -47,19 +43,5 @@ pub(super) fn run(context: &Context, args: SnapshotSquashArgs) -> Outcome {
     );
     let mut options = MergeOptions::new(reference, layers);
     options.labels = labels;
-    let reporter = Reporter::new(&options.reference.to_string(), context);
-    let report = merge(&store, &options, &reporter);
-    reporter.finish();
-    let report = report?;
-    warn(context, &report.warnings);
-    signer.sign(&store, &report.published.digest)?;
-    Published::new(
-        &report.published,
-        report.counts,
-        report.meta_bytes,
-        report.warnings,
-        report.cpu_seconds,
-    )
-    .print(context)?;
-    Ok(ExitCode::SUCCESS)
+    merge::publish(context, &store, &options, &signer)
 }
