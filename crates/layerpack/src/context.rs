@@ -126,7 +126,12 @@ impl Context {
             dir: dir.join("objects"),
             max_bytes: MAX_OBJECTS,
         });
-        let store = LayerStore::new(stores::open_store(&self.store_url, cache)?);
+        Ok(LayerStore::new(stores::open_store(&self.store_url, cache)?))
+    }
+
+    /// The same for a command that shows all there is, for which a store must be there.
+    pub(crate) fn store_to_list(&self) -> anyhow::Result<LayerStore> {
+        let store = self.store_to_read()?;
         self.must_be(&store)?;
         Ok(store)
     }

@@ -39,7 +39,7 @@ fn has_labels(manifest: &Manifest, wanted: &[String]) -> bool {
 
 pub(super) fn run(context: &Context, args: &LsArgs) -> Outcome {
     let kind = args.kind.as_deref().map(parse_kind).transpose()?;
-    let store = context.store_to_read()?;
+    let store = context.store_to_list()?;
     let mut rows = Vec::new();
     let mut unreadable = Vec::new();
     for entry in store.entries()? {

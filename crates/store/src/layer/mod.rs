@@ -324,10 +324,16 @@ impl LayerStore {
         };
         // A reference has no digest: one that came with a wrong bit names a manifest that is not
         // there. Read again, it names another.
-        match self.read_ref(reference)? {
-            Some(again) if again != digest => Ok((again, self.manifest_of(reference, &again)?)),
-            _ => Err(error),
+        for _ in 0..2 {
+            match self.read_ref(reference)? {
+                Some(again) if again != digest => {
+                    return Ok((again, self.manifest_of(reference, &again)?));
+                }
+                Some(_) => {}
+                None => break,
+            }
         }
+        Err(error)
     }
 
     fn manifest_of(&self, reference: &Reference, digest: &Digest) -> Result<Manifest> {

@@ -77,7 +77,11 @@ pub(crate) fn du(context: &Context, args: &DuArgs) -> Outcome {
         .iter()
         .map(|text| parse_reference(text))
         .collect::<anyhow::Result<Vec<_>>>()?;
-    let store = context.store_to_read()?;
+    let store = if references.is_empty() {
+        context.store_to_list()?
+    } else {
+        context.store_to_read()?
+    };
     for reference in &references {
         store.resolve(reference)?;
     }
