@@ -47,6 +47,8 @@ pub(super) fn run(context: &Context, args: SnapshotSquashArgs) -> Outcome {
     );
     let mut options = MergeOptions::new(reference, layers);
     options.labels = labels;
+    // What was removed must not come along in the frames of what was not.
+    options.reframe = true;
     let reporter = Reporter::new(&options.reference.to_string(), context);
     let report = merge(&store, &options, &reporter);
     reporter.finish();
