@@ -12,7 +12,7 @@ use std::process::{Command, Output, Stdio};
 
 use layerpack_fixtures::guards::ChildGuard;
 use layerpack_fixtures::{is_root, skip};
-use support::{Node, describe, processes, wait_until};
+use support::{Node, describe, kill, processes, wait_until};
 
 /// A daemon that is started as systemd does it: `fds` sockets from descriptor 3 on.
 fn activated(node: &Node, socket: &UnixListener, fds: u32) -> Command {
@@ -57,7 +57,13 @@ fn privileged_the_daemon_serves_on_a_socket_that_was_passed_on() {
     for _ in 0..2 {
         let mut daemon = ChildGuard::spawn(&mut activated(&node, &socket, 1)).unwrap();
         let pid = i32::try_from(daemon.id()).unwrap();
-        assert_eq!(node.daemon_pid(), Some(pid), "{}", node.log());
+        assert_eq!(node.holder_pid(), pid, "{}", node.log());
+        // The process that takes over has it too.
+        let worker = node.daemon_pid().unwrap();
+        kill(worker, "KILL");
+        assert!(wait_until(|| node
+            .daemon_pid()
+            .is_some_and(|new| new != worker)));
         assert_eq!(inode(&path), before);
         node.ok(["daemon", "stop"]);
         assert!(daemon.child().wait().unwrap().success());

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use layerpack_fixtures::treecmp::{self, Options};
 use layerpack_fixtures::{MountGuard, is_root, rng::Rng, skip};
 use layerpack_sys::loopdev;
-use support::{Node, kill, mounts, processes, wait_until};
+use support::{Node, mounts, processes, wait_until};
 
 /// Files of this node that loop devices are attached to.
 fn attached(node: &Node) -> Vec<PathBuf> {
@@ -133,7 +133,7 @@ fn privileged_loop_devices_of_a_killed_daemon_go_with_its_mounts() {
     let guard = MountGuard::new(&point);
     std::fs::read(point.join("file")).unwrap();
     assert_eq!(attached(&node).len(), 2);
-    kill(node.daemon_pid().unwrap(), "KILL");
+    node.kill_all();
     assert!(wait_until(|| processes(&node).is_empty()));
     node.ok(["umount", text(&point)]);
     drop(guard);

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use layerpack_fixtures::{MountGuard, is_root, rng::Rng, skip};
-use support::{Node, kill, mounts, processes, wait_until};
+use support::{Node, mounts, processes, wait_until};
 
 const FILES: u64 = 8;
 
@@ -70,7 +70,7 @@ fn privileged_a_whole_layer_outlives_its_daemon_and_is_never_punched() {
     assert!(cache.join("lent").exists(), "{}", node.log());
     node.ok(["cache", "evict", "--all"]);
     assert_eq!(fs_err::read(file(&point, 1)).unwrap(), noise(1));
-    kill(node.daemon_pid().unwrap(), "KILL");
+    node.kill_all();
     assert!(wait_until(|| processes(&node).is_empty()));
     assert_eq!(fs_err::read(file(&point, 2)).unwrap(), noise(2));
 

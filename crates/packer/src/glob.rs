@@ -39,6 +39,15 @@ enum Token {
     },
 }
 
+/// A pattern without wildcards.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Literal {
+    /// The path; without `anywhere` from the root.
+    pub path: Vec<u8>,
+    /// It may lie in any directory.
+    pub anywhere: bool,
+}
+
 impl Globs {
     /// Parses all patterns of the option called `option`.
     pub(crate) fn new(option: &str, patterns: &[String]) -> Result<Self> {
@@ -64,6 +73,37 @@ impl Globs {
         (1..=names.len()).any(|end| {
             let prefix = names.get(..end).unwrap_or_default();
             self.matches(prefix, directory || end < names.len())
+        })
+    }
+
+    /// The patterns without wildcards. One that ends with a component of wildcards alone, as in
+    /// `/etc/secret/*`, stands for the directory.
+    pub(crate) fn literals(&self) -> impl Iterator<Item = Literal> {
+        self.patterns.iter().filter_map(|pattern| {
+            let mut parts = pattern.components.as_slice();
+            let mut anywhere = pattern.name_only;
+            if let Some((Component::Any, rest)) = parts.split_first() {
+                (parts, anywhere) = (rest, true);
+            }
+            if let Some((last, rest)) = parts.split_last()
+                && last.is_all()
+            {
+                parts = rest;
+            }
+            let names: Option<Vec<Vec<u8>>> = parts.iter().map(Component::literal).collect();
+            let path = names.filter(|names| !names.is_empty())?.join(&b'/');
+            Some(Literal { path, anywhere })
+        })
+    }
+
+    /// Whether the names in a directory are matched by a pattern that ends with a component of
+    /// wildcards alone.
+    pub(crate) fn matches_in(&self, names: &[&[u8]]) -> bool {
+        self.patterns.iter().any(|pattern| {
+            let parts = pattern.components.split_last();
+            parts.is_some_and(|(last, rest)| {
+                last.is_all() && !rest.is_empty() && path_matches(rest, names)
+            })
         })
     }
 
@@ -170,6 +210,30 @@ fn path_matches(pattern: &[Component], names: &[&[u8]]) -> bool {
             ),
         },
     )
+}
+
+impl Component {
+    /// Whether it matches any name.
+    fn is_all(&self) -> bool {
+        match self {
+            Self::Any => true,
+            Self::Tokens(tokens) => matches!(tokens.as_slice(), [Token::Many]),
+        }
+    }
+
+    /// The only name that it matches.
+    fn literal(&self) -> Option<Vec<u8>> {
+        match self {
+            Self::Any => None,
+            Self::Tokens(tokens) => tokens
+                .iter()
+                .map(|token| match token {
+                    Token::Byte(byte) => Some(*byte),
+                    Token::One | Token::Many | Token::Set { .. } => None,
+                })
+                .collect(),
+        }
+    }
 }
 
 impl Token {

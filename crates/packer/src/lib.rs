@@ -33,6 +33,7 @@ mod pack_diff;
 mod path;
 mod scrub;
 mod split;
+mod squash;
 mod tar;
 mod tar_source;
 mod upper;

@@ -333,6 +333,13 @@ impl Layer {
         self.contents.size(id)
     }
 
+    /// The layers below lose `name`, which is not there, in a directory of a settled layer.
+    pub(crate) fn put_whiteout(&mut self, parent: NodeId, name: &[u8]) -> Result<()> {
+        let kind = NodeKind::CharDevice(WHITEOUT);
+        self.tree.insert(parent, name, whiteout_metadata(), kind)?;
+        Ok(())
+    }
+
     /// Turns whiteouts and opaque marks into nodes and attributes. Afterwards the tree is what the
     /// layer shows to overlayfs.
     pub(crate) fn settle(&mut self) -> Result<()> {

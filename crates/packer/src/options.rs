@@ -244,7 +244,8 @@ pub struct PackDiffOptions {
     /// [`BuildOptions::git_index`]. Entries of files that the upper does not have stay as they are.
     pub git_index: bool,
     /// The topmost layers of `stack` that are taken into the snapshot, bottom first: diffs, whose
-    /// chunks it names and does not copy. It then lies on the others.
+    /// chunks it names and copies only where they share a frame with what it does not have. It then
+    /// lies on the others. [`PackDiffOptions::rules`] hold for what comes from them too.
     pub squash: Vec<ParentRef>,
     /// Do everything but publish.
     pub dry_run: bool,

@@ -19,13 +19,12 @@ use crate::filter::Filter;
 use crate::git::{Git, GitIndex};
 use crate::halt::{AtRest, Halt, Halted};
 use crate::layout;
-use crate::merge;
 use crate::model::Layer;
 use crate::options::{PackDiffOptions, PackDiffReport, Progress, Silent};
 use crate::owner::{Owners, Ownership};
-use crate::scrub::{Scrub, ScrubReport};
+use crate::scrub::{LowerLayer, Scrub, ScrubReport};
+use crate::squash::squashed;
 use crate::upper::Upper;
-use crate::warnings::Warnings;
 
 /// Rounds before it is an error that something changes also while it is halted.
 const ROUNDS: u32 = 4;
@@ -131,11 +130,36 @@ pub fn snapshot(
         let more = taking.again.len() - NAMED;
         warnings.add(format!("{more} more files changed in the same way"));
     }
+    let mut stack = options.stack.clone();
+    layer.settle()?;
+    warnings.absorb(std::mem::take(&mut layer.warnings));
+    if !options.squash.is_empty() {
+        let over = squashed(
+            store,
+            &options.squash,
+            &layer,
+            &mut stack,
+            scrub.as_ref(),
+            writer.as_mut(),
+            &mut warnings,
+        );
+        layer = match over {
+            Ok(layer) => layer,
+            Err(error) => return Err(warnings.tell(error, progress)),
+        };
+    }
     let scrubbed = match &scrub {
         None => ScrubReport::default(),
         Some(scrub) => {
             let refused = scrub.refusal();
-            let report = scrub.report(&options.lowers);
+            // What is taken in is no layer below.
+            let taken = |lower: &LowerLayer| {
+                let mut squash = options.squash.iter().filter_map(|p| p.reference.as_ref());
+                squash.any(|reference| reference.to_string() == lower.name)
+            };
+            let mut lowers = options.lowers.clone();
+            lowers.retain(|lower| !taken(lower));
+            let report = scrub.report(&lowers, &layer);
             if let Some(refused) = refused.filter(|_| !options.dry_run) {
                 return Err(warnings.tell(refused, progress));
             }
@@ -143,15 +167,7 @@ pub fn snapshot(
         }
     };
     let (frozen, copied) = (taking.frozen, taking.captured.copied);
-    let made = publish(
-        store,
-        options,
-        layer,
-        writer,
-        taking.git,
-        &mut warnings,
-        progress,
-    );
+    let made = publish(options, layer, stack, writer, taking.git, progress);
     let Made {
         published,
         counts,
@@ -187,21 +203,14 @@ struct Made {
 }
 
 fn publish(
-    store: &LayerStore,
     options: &PackDiffOptions,
     mut layer: Layer,
+    stack: Vec<ParentRef>,
     mut writer: Option<LayerWriter>,
     git: Option<Git>,
-    warnings: &mut Warnings,
     progress: &dyn Progress,
 ) -> Result<Made> {
     progress.phase("publish");
-    layer.settle()?;
-    warnings.absorb(std::mem::take(&mut layer.warnings));
-    let mut stack = options.stack.clone();
-    if !options.squash.is_empty() && !options.dry_run {
-        layer = squashed(store, &options.squash, &layer, &mut stack, warnings)?;
-    }
     let indexes = match (git, &mut writer) {
         (Some(mut git), Some(writer)) => git.refresh(&mut layer, writer)?,
         _ => Vec::new(),
@@ -221,7 +230,13 @@ fn publish(
     }
     let published = match writer {
         None => None,
-        Some(writer) => Some(writer.finish(finished.draft)?),
+        Some(mut writer) => {
+            if !options.squash.is_empty() {
+                // What was removed or scrubbed must not come along in the frames of what was not.
+                writer.reframe(&finished.draft.map)?;
+            }
+            Some(writer.finish(finished.draft)?)
+        }
     };
     Ok(Made {
         published,
@@ -229,43 +244,6 @@ fn publish(
         meta_bytes: finished.meta_bytes,
         git: indexes,
     })
-}
-
-/// The layer over those that it is to take in, which leave the stack.
-fn squashed(
-    store: &LayerStore,
-    squash: &[ParentRef],
-    layer: &Layer,
-    stack: &mut Vec<ParentRef>,
-    warnings: &mut Warnings,
-) -> Result<Layer> {
-    let invalid = |why: &str| PackError::InvalidOption {
-        option: "squash".to_owned(),
-        why: why.to_owned(),
-    };
-    let kept = stack.len().saturating_sub(squash.len());
-    let top = stack.get(kept..).unwrap_or_default();
-    if !top
-        .iter()
-        .map(|p| p.manifest)
-        .eq(squash.iter().map(|p| p.manifest))
-    {
-        return Err(invalid(
-            "it names other layers than those on top of the stack",
-        ));
-    }
-    let mut manifests = Vec::with_capacity(squash.len());
-    for parent in squash {
-        let manifest = store.manifest(&parent.manifest)?;
-        if manifest.kind != Kind::Diff {
-            return Err(invalid("only diffs can be taken in"));
-        }
-        manifests.push((parent.manifest, manifest));
-    }
-    let mut below = merge::stack(store, &manifests, false, warnings)?;
-    merge::overlay::apply(&mut below, layer)?;
-    stack.truncate(kept);
-    Ok(below)
 }
 
 /// A snapshot that is being taken.

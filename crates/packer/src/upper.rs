@@ -111,7 +111,11 @@ impl View for Upper<'_> {
         self.owners.apply(path, &mut metadata, warnings)?;
         if let Some(scrub) = self.scrub {
             let size = u64::try_from(stat.st_size).unwrap_or_default();
-            if scrub.entry(path, kind, size, &metadata) == Verdict::Leave {
+            let verdict = scrub.entry(path, kind, size, &metadata);
+            if kind == FileType::RegularFile && stat.st_nlink > 1 {
+                scrub.name_of((stat.st_dev, stat.st_ino), path, size, verdict);
+            }
+            if verdict == Verdict::Leave {
                 return Ok(Meaning::Nothing);
             }
         }

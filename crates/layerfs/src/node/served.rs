@@ -238,7 +238,10 @@ mod tests {
             opens: 7,
         };
         let mut problems = Vec::new();
-        assert_eq!(served.load(&mut problems).unwrap(), std::slice::from_ref(&expected));
+        assert_eq!(
+            served.load(&mut problems).unwrap(),
+            std::slice::from_ref(&expected)
+        );
         // Written again, it keeps what is open.
         served
             .write(layer, &manifest, 4096, "file:///store", Some(&opens))

@@ -20,7 +20,8 @@ pub(crate) enum SnapshotCommand {
     Inspect(SnapshotInspectArgs),
     /// Show what a snapshot changes, or how two of them differ
     Diff(SnapshotDiffArgs),
-    /// Make one layer of a snapshot and those below it; nothing is copied
+    /// Make one layer of a snapshot and those below it; copies only what is stored together with what
+    /// the result does not have
     Squash(SnapshotSquashArgs),
     /// Put a snapshot on other layers, such as a newer base
     Rebase(SnapshotRebaseArgs),
@@ -68,7 +69,8 @@ pub(crate) struct SnapshotSquashArgs {
     /// Version of the result
     #[arg(long)]
     pub(crate) version: String,
-    /// Take in all layers down to the base, which makes a base: what was removed is gone from it
+    /// Take in all layers down to the base, which makes a base: what was removed is gone from it,
+    /// and does not go along when it is pushed
     #[arg(long)]
     pub(crate) all: bool,
     #[command(flatten)]

@@ -196,7 +196,7 @@ impl Packed {
             let remedy = if below.visible {
                 "shows in what is made of the snapshot; to hide it, remove it in the sandbox first"
             } else {
-                "hidden, but there; `layerpack snapshot squash --all` makes one layer without it"
+                "hidden, but there; `layerpack snapshot squash --all` makes one layer without it to push"
             };
             warning(&format!(
                 "{} ({}) is still in {}: {remedy}",

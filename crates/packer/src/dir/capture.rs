@@ -6,13 +6,14 @@
 //! changed are not stored and left for another round; those that did not are known by then.
 
 use std::collections::{HashMap, HashSet};
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::thread;
 
 use crossbeam_channel::bounded;
 use layerpack_erofs::NodeId;
-use layerpack_store::LayerWriter;
+use layerpack_store::{LayerWriter, StoreError};
 use rustix::fs::{Mode, OFlags, fstat, ioctl_ficlone};
 use rustix::io::Errno;
 
@@ -20,16 +21,18 @@ use super::file::{Identity, OpenFile};
 use super::open::{Dirs, Opener, open_file};
 use super::scan::gone_or;
 use super::{Block, DirSource, FileRecord};
-use crate::content::Content;
+use crate::content::{Bytes, Content, Next};
 use crate::error::{PackError, Result};
 use crate::git::{self, Git};
 use crate::model::Layer;
 use crate::options::Progress;
 use crate::path::join;
-use crate::scrub::{Judged, Scrub};
+use crate::scrub::{Judged, Look, Scrub};
 
 /// Files up to this size are read whole, and are not worth a copy by reference.
 const WHOLE: u64 = 256 << 10;
+/// Bytes that are read at once of a file that is only looked at.
+const WHOLE_PIECE: usize = 256 << 10;
 /// Files go from thread to thread in batches of at most so many files, and few bytes more than
 /// this, so that threads seldom have to wake each other.
 const BATCH: usize = 32;
@@ -190,7 +193,8 @@ impl DirSource<'_> {
             if captured.copies.contains_key(&record.node) != (which == Which::Copied) {
                 continue;
             }
-            if captured.was_left_out(record) {
+            let gone = scrub.is_some_and(|s| s.takes_links(record.identity.place()));
+            if gone || captured.was_left_out(record) {
                 captured.left_out.insert(record.node);
             } else if let Some(content) = captured.known(record) {
                 layer.set_content(record.node, content.clone())?;
@@ -299,6 +303,34 @@ fn unread(record: &FileRecord) -> Content {
     }
 }
 
+/// A piece of a file.
+enum Piece<'b> {
+    Data(&'b [u8]),
+    Hole(u64),
+}
+
+/// Reads a file a piece at a time; its bytes.
+fn pieces(file: &OpenFile, mut sink: impl FnMut(Piece<'_>)) -> Result<u64> {
+    let mut buffer = vec![0; WHOLE_PIECE];
+    let mut source = file.bytes(&Quiet);
+    let mut read: u64 = 0;
+    loop {
+        match source.next(&mut buffer) {
+            Ok(Next::End) => return Ok(read),
+            Ok(Next::Hole(len)) => {
+                read = read.saturating_add(len);
+                sink(Piece::Hole(len));
+            }
+            Ok(Next::Data(len)) => {
+                read = read.saturating_add(len as u64);
+                sink(Piece::Data(buffer.get(..len).unwrap_or_default()));
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(StoreError::Input(error).into()),
+        }
+    }
+}
+
 /// Judges and stores one file.
 #[expect(clippy::too_many_arguments, reason = "what a capture carries along")]
 fn take(
@@ -315,10 +347,28 @@ fn take(
     let name = path.rsplit(|byte| *byte == b'/').next().unwrap_or_default();
     let metadata = &layer.tree.node(record.node).metadata;
     let stored = loaded.and_then(|loaded| {
-        if let Some(scrub) = scrub.filter(|s| s.wants(path, record.identity.size(), metadata)) {
-            let judged = match &loaded {
-                Loaded::Whole(bytes) => scrub.contents(path, bytes, metadata),
-                Loaded::Open(file) => scrub.contents(path, &file.read_whole(&Quiet)?, metadata),
+        let size = record.identity.size();
+        let look = scrub.map_or(Look::Not, |scrub| scrub.wants(path, size, metadata));
+        if let Some(scrub) = scrub.filter(|_| look != Look::Not) {
+            let judged = match (&loaded, look) {
+                (Loaded::Whole(bytes), Look::Stream) => {
+                    let mut search = scrub.search(path, size, metadata);
+                    search.feed(bytes);
+                    scrub.searched(path, size, search)
+                }
+                (Loaded::Open(file), Look::Stream) => {
+                    let mut search = scrub.search(path, size, metadata);
+                    let read = pieces(file, |piece| match piece {
+                        Piece::Data(bytes) => search.feed(bytes),
+                        Piece::Hole(len) => search.hole(len),
+                    })?;
+                    file.check(read)?;
+                    scrub.searched(path, size, search)
+                }
+                (Loaded::Whole(bytes), _) => scrub.contents(path, bytes, metadata),
+                (Loaded::Open(file), _) => {
+                    scrub.contents(path, &file.read_whole(&Quiet)?, metadata)
+                }
             };
             match judged {
                 Judged::Pack => {}

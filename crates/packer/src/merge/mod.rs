@@ -2,7 +2,7 @@
 //!
 //! Only metadata and maps are read. The merged layer's map names the chunks of the layers that it
 //! was made from, and its locator the frames that they lie in, so no content is read, compressed
-//! or written. A merge is laid out like any other layer: merging gives the same layer as building
+//! or written, unless [`MergeOptions::reframe`] asks for frames of its own. A merge is laid out like any other layer: merging gives the same layer as building
 //! one from the merged tree.
 
 mod load;
@@ -38,6 +38,9 @@ pub struct MergeOptions {
     pub annotations: std::collections::BTreeMap<String, String>,
     /// zstd level of what is written: metadata and map.
     pub level: i32,
+    /// Writes chunks anew that share a frame of the store with what is not in the merged layer, so
+    /// that it takes nothing else along to another store.
+    pub reframe: bool,
 }
 
 impl MergeOptions {
@@ -50,6 +53,7 @@ impl MergeOptions {
             labels: std::collections::BTreeMap::new(),
             annotations: std::collections::BTreeMap::new(),
             level: 3,
+            reframe: false,
         }
     }
 }
@@ -100,11 +104,14 @@ pub fn merge(
     draft
         .parameters
         .insert("merged".to_owned(), merged(&manifests));
-    let writer = store.writer(WriterOptions {
+    let mut writer = store.writer(WriterOptions {
         level: options.level,
         jobs: 1,
         ..WriterOptions::default()
     })?;
+    if options.reframe {
+        writer.reframe(&finished.draft.map)?;
+    }
     let made = writer
         .finish(finished.draft)
         .map(|published| (published, finished.counts, finished.meta_bytes))
@@ -127,6 +134,17 @@ pub(crate) fn stack(
     bottom: bool,
     warnings: &mut Warnings,
 ) -> Result<Layer> {
+    stack_seen(store, manifests, bottom, warnings, &mut |_| {})
+}
+
+/// The same; `seen` gets each layer before it is merged.
+pub(crate) fn stack_seen(
+    store: &LayerStore,
+    manifests: &[(Digest, Manifest)],
+    bottom: bool,
+    warnings: &mut Warnings,
+    seen: &mut dyn FnMut(&Layer),
+) -> Result<Layer> {
     let mut merged: Option<Layer> = None;
     let mut before: Option<&(Digest, Manifest)> = None;
     for item in manifests {
@@ -143,6 +161,7 @@ pub(crate) fn stack(
         }
         before = Some(item);
         let layer = load(store, manifest, bottom)?;
+        seen(&layer);
         match &mut merged {
             None => merged = Some(layer),
             Some(lower) => overlay::apply(lower, &layer)?,

@@ -63,7 +63,7 @@ impl Layer {
             let Some(id) = self.tree.child(parent, name) else {
                 continue;
             };
-            let hides = hiding.contains(&id) || self.opaque.contains(&id);
+            let hides = hiding.contains(&id) || self.opaque.contains(&id) || self.is_opaque(id);
             if self.tree.node(id).kind.is_dir() && !hides && self.tree.is_childless(id) {
                 self.tree.remove(parent, name)?;
             }

@@ -5,9 +5,15 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::PathBuf;
 
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, openat2, statat};
+use rustix::fs::{
+    AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags, fgetxattr, openat, openat2, statat,
+};
+use rustix::io::Errno;
 
+use super::Asked;
 use super::report::StillBelow;
+use crate::model::OPAQUE;
+use crate::path::components;
 
 /// A layer below the upper, as a directory of this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -18,9 +24,9 @@ pub struct LowerLayer {
     pub path: PathBuf,
 }
 
-/// Those of `asked` (path, rule, whether the snapshot hides it) that a layer holds. `lowers` come
-/// topmost first; one that cannot be looked into holds nothing.
-pub(super) fn find(lowers: &[LowerLayer], asked: Vec<(Vec<u8>, String, bool)>) -> Vec<StillBelow> {
+/// Those of `asked` that a layer holds. `lowers` come topmost first; one that cannot be looked into
+/// holds nothing.
+pub(super) fn find(lowers: &[LowerLayer], asked: Vec<Asked>) -> Vec<StillBelow> {
     if asked.is_empty() {
         return Vec::new();
     }
@@ -33,14 +39,19 @@ pub(super) fn find(lowers: &[LowerLayer], asked: Vec<(Vec<u8>, String, bool)>) -
         })
         .collect();
     let mut found = Vec::new();
-    for (path, rule, hidden) in asked {
+    for asked in asked {
+        let path = &asked.path;
         let mut layers = Vec::new();
         let mut visible = false;
-        for (name, root) in &roots {
-            match look(root, &path) {
-                Found::Entry => {
+        for (at, (name, root)) in roots.iter().enumerate() {
+            match look(root, path) {
+                Found::Directory if asked.whole && is_empty(root, path) => {}
+                Found::Entry | Found::Directory => {
                     // What lies under another layer's entry or whiteout does not show.
-                    visible |= layers.is_empty() && !hidden;
+                    let mut above = roots.iter().take(at);
+                    visible |= layers.is_empty()
+                        && !asked.hidden
+                        && !above.any(|(_, root)| hides(root, path));
                     layers.push((*name).to_owned());
                 }
                 Found::Whiteout => break,
@@ -49,8 +60,8 @@ pub(super) fn find(lowers: &[LowerLayer], asked: Vec<(Vec<u8>, String, bool)>) -
         }
         if !layers.is_empty() {
             found.push(StillBelow {
-                path: format!("/{}", crate::show(&path)),
-                rule,
+                path: format!("/{}", crate::show(path)),
+                rule: asked.rule,
                 layers,
                 visible,
             });
@@ -61,6 +72,7 @@ pub(super) fn find(lowers: &[LowerLayer], asked: Vec<(Vec<u8>, String, bool)>) -
 
 enum Found {
     Entry,
+    Directory,
     Whiteout,
     Nothing,
 }
@@ -92,7 +104,46 @@ fn look(root: &OwnedFd, path: &[u8]) -> Found {
         {
             Found::Whiteout
         }
+        Ok(stat) if FileType::from_raw_mode(stat.st_mode) == FileType::Directory => {
+            Found::Directory
+        }
         Ok(_) => Found::Entry,
         Err(_) => Found::Nothing,
     }
+}
+
+/// Whether a directory of a layer has nothing in it.
+fn is_empty(root: &OwnedFd, path: &[u8]) -> bool {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+    let opened = openat2(root, OsStr::from_bytes(path), flags, Mode::empty(), resolve);
+    let Some(entries) = opened.ok().and_then(|fd| Dir::new(fd).ok()) else {
+        return false;
+    };
+    let dots = |name: &[u8]| name == b"." || name == b"..";
+    entries
+        .flatten()
+        .all(|entry| dots(entry.file_name().to_bytes()))
+}
+
+/// Whether a layer that does not have a path hides it in those below: something else than a directory
+/// is on the way, or a directory that is opaque.
+fn hides(root: &OwnedFd, path: &[u8]) -> bool {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let Ok(mut here) = openat(root, ".", flags, Mode::empty()) else {
+        return false;
+    };
+    let name = OsStr::from_bytes(OPAQUE);
+    for component in components(path) {
+        let mut value = [0; 1];
+        if fgetxattr(&here, name, &mut value).is_ok() && value == *b"y" {
+            return true;
+        }
+        match openat(&here, OsStr::from_bytes(component), flags, Mode::empty()) {
+            Ok(next) => here = next,
+            Err(Errno::NOTDIR | Errno::LOOP) => return true,
+            Err(_) => return false,
+        }
+    }
+    false
 }

@@ -11,6 +11,8 @@ mod report;
 mod rules;
 mod secrets;
 mod sets;
+mod stream;
+mod untouched;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -24,8 +26,10 @@ pub use report::{Finding, Findings, ScrubReport, StillBelow, Tally};
 pub use rules::Rules;
 
 use crate::error::PackError;
+use crate::model::Layer;
 use history::{Fate, History, Limit};
 use rules::{Action, Facts, GitRule, Rule, Type};
+use stream::Search;
 
 /// Most paths that are looked up in the layers below.
 const MOST_BELOW: usize = 10_000;
@@ -41,6 +45,17 @@ pub(crate) enum Verdict {
     Leave,
     /// A directory goes if nothing that stays is in it.
     IfEmpty,
+}
+
+/// How the contents of a file are to be looked at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Look {
+    /// Not at all.
+    Not,
+    /// With all of it in memory.
+    Whole,
+    /// A piece at a time.
+    Stream,
 }
 
 /// What is to happen to a file by what it holds.
@@ -68,10 +83,38 @@ struct State {
     inside: HashMap<Vec<u8>, Taken>,
     /// Directories to take out if nothing is left in them, parents first.
     emptied: Vec<Vec<u8>>,
-    /// Paths to look up in the layers below: the rule, and whether the layer hides it.
-    below: Vec<(Vec<u8>, String, bool)>,
+    /// Paths to look up in the layers below.
+    below: Vec<Asked>,
+    /// Files with several names, by device and inode.
+    linked: HashMap<(u64, u64), Linked>,
+    /// What decided about the last entry, if a rule did.
+    by: Option<(Action, String)>,
     /// Of rules about git's history: whether a repository that was looked at has the commit.
     git: BTreeMap<String, bool>,
+}
+
+/// A path to look up in the layers below.
+#[derive(Debug)]
+struct Asked {
+    path: Vec<u8>,
+    /// The rule that speaks of it.
+    rule: String,
+    /// Whether the new layer hides it.
+    hidden: bool,
+    /// A directory stands for all in it, and is nothing if it is empty.
+    whole: bool,
+}
+
+/// A file with several names.
+#[derive(Debug, Default)]
+struct Linked {
+    /// The rule that left one of its names out.
+    taken: Option<String>,
+    /// A rule keeps one of its names.
+    kept: bool,
+    /// Those that were not left out.
+    names: Vec<Vec<u8>>,
+    size: u64,
 }
 
 /// By what a directory was taken.
@@ -122,6 +165,7 @@ impl<'a> Scrub<'a> {
         let rule = self.rules.decide(&facts);
         let mut state = self.state();
         let state = &mut *state;
+        state.by = rule.map(|rule| (rule.action, rule.name.clone()));
         let parent = parent(path);
         match rule.map(|rule| (rule, rule.action)) {
             Some((rule, Action::Keep)) => {
@@ -170,12 +214,57 @@ impl<'a> Scrub<'a> {
             }
             state.report.scrubbed.below(taken.place, size);
             state.ask_below(path, &taken.rule, false);
+            state.by = Some((Action::Scrub, taken.rule));
             return Verdict::Leave;
         }
         if !directory {
             state.report.kept.add(size);
         }
         Verdict::Pack
+    }
+
+    /// Takes note of the verdict about one of several names of a file: the last entry.
+    pub(crate) fn name_of(&self, inode: (u64, u64), path: &[u8], size: u64, verdict: Verdict) {
+        let mut state = self.state();
+        let by = state.by.take();
+        let linked = state.linked.entry(inode).or_default();
+        linked.size = size;
+        match verdict {
+            Verdict::Leave => {
+                let rule = by.map(|(_, rule)| rule).unwrap_or_default();
+                linked.taken.get_or_insert(rule);
+            }
+            Verdict::Pack | Verdict::IfEmpty => {
+                linked.kept |= by.is_some_and(|(action, _)| action == Action::Keep);
+                linked.names.push(path.to_vec());
+            }
+        }
+    }
+
+    /// Whether a file goes with one of its names, that rules left out, unless one of them is kept
+    /// by a rule. Its other names are in the report then.
+    pub(crate) fn takes_links(&self, inode: (u64, u64)) -> bool {
+        let mut state = self.state();
+        let state = &mut *state;
+        let Some(linked) = state.linked.get_mut(&inode) else {
+            return false;
+        };
+        let Some(rule) = linked.taken.clone().filter(|_| !linked.kept) else {
+            return false;
+        };
+        let (names, size) = (std::mem::take(&mut linked.names), linked.size);
+        for path in names {
+            state.report.kept.take(size);
+            state.report.scrubbed.push(Finding {
+                path: format!("/{}", crate::show(&path)),
+                rule: rule.clone(),
+                pattern: Some("hard-link".to_owned()),
+                entries: 1,
+                bytes: size,
+            });
+            state.ask_below(&path, &rule, false);
+        }
+        true
     }
 
     /// Takes note of a removed path.
@@ -195,21 +284,74 @@ impl<'a> Scrub<'a> {
         self.rules.looks_inside() || !self.rules.git.is_empty()
     }
 
-    /// Whether rules look at the contents of a file of `size` bytes at all; one that is too large
-    /// for that is counted.
-    pub(crate) fn wants(&self, path: &[u8], size: u64, metadata: &Metadata) -> bool {
+    /// How rules look at the contents of a file of `size` bytes. One that is too large for a mere
+    /// suspicion is counted.
+    pub(crate) fn wants(&self, path: &[u8], size: u64, metadata: &Metadata) -> Look {
         let Some(facts) = facts(path, FileType::RegularFile, size, metadata) else {
-            return false;
+            return Look::Not;
         };
         let git = !self.rules.git.is_empty() && history::named(path).is_some();
         if !git && self.rules.inside(&facts).next().is_none() {
-            return false;
+            return Look::Not;
         }
-        if size > self.rules.max_content {
+        if size <= self.rules.max_content {
+            return Look::Whole;
+        }
+        let suspects = |rule: &Rule| rule.action == Action::Suspicious;
+        if git || self.rules.inside(&facts).any(suspects) {
             self.state().report.too_large.add(size);
-            return false;
         }
-        true
+        match self.rules.inside(&facts).any(|rule| !suspects(rule)) {
+            true => Look::Stream,
+            false => Look::Not,
+        }
+    }
+
+    /// Begins to look at contents a piece at a time, for what must not leave.
+    pub(crate) fn search(&self, path: &[u8], size: u64, metadata: &Metadata) -> Search<'a> {
+        let facts = facts(path, FileType::RegularFile, size, metadata);
+        let rules = match &facts {
+            Some(facts) if !self.keeps(facts) => self.rules.inside_of(facts),
+            _ => Vec::new(),
+        };
+        let bound = |rule: &&Rule| rule.action != Action::Suspicious;
+        Search::new(rules.into_iter().filter(bound).collect())
+    }
+
+    /// Judges a file by what such a look found in all of it.
+    pub(crate) fn searched(&self, path: &[u8], size: u64, search: Search<'_>) -> Judged {
+        match search.found() {
+            Some((rule, pattern)) => self.held(path, rule, pattern, size),
+            None => Judged::Pack,
+        }
+    }
+
+    fn keeps(&self, facts: &Facts<'_>) -> bool {
+        let rule = self.rules.decide(facts);
+        rule.is_some_and(|rule| rule.action == Action::Keep)
+    }
+
+    /// What comes of a rule whose pattern a file holds.
+    fn held(&self, path: &[u8], rule: &Rule, pattern: String, size: u64) -> Judged {
+        let mut found = finding(path, rule, false, size);
+        found.pattern = Some(pattern);
+        let mut state = self.state();
+        match rule.action {
+            Action::Forbid => {
+                state.report.forbidden.push(found);
+            }
+            Action::Scrub => {
+                state.report.kept.take(size);
+                state.report.scrubbed.push(found);
+                state.ask_below(path, &rule.name, false);
+                return Judged::Leave;
+            }
+            Action::Suspicious => {
+                state.report.suspicious.push(found);
+            }
+            Action::Keep => {}
+        }
+        Judged::Pack
     }
 
     /// Judges a file by its contents.
@@ -219,11 +361,7 @@ impl<'a> Scrub<'a> {
             return Judged::Pack;
         };
         // A rule that keeps a file keeps it from this too.
-        if self
-            .rules
-            .decide(&facts)
-            .is_some_and(|rule| rule.action == Action::Keep)
-        {
+        if self.keeps(&facts) {
             return Judged::Pack;
         }
         match self.history(path, bytes) {
@@ -239,26 +377,7 @@ impl<'a> Scrub<'a> {
             let Some(pattern) = hit.or_else(text) else {
                 continue;
             };
-            let mut found = finding(path, rule, false, size);
-            found.pattern = Some(pattern.to_owned());
-            let mut state = self.state();
-            match rule.action {
-                Action::Forbid => {
-                    state.report.forbidden.push(found);
-                    return Judged::Pack;
-                }
-                Action::Scrub => {
-                    state.report.kept.take(size);
-                    state.report.scrubbed.push(found);
-                    state.ask_below(path, &rule.name, false);
-                    return Judged::Leave;
-                }
-                Action::Suspicious => {
-                    state.report.suspicious.push(found);
-                    return Judged::Pack;
-                }
-                Action::Keep => {}
-            }
+            return self.held(path, rule, pattern.to_owned(), size);
         }
         Judged::Pack
     }
@@ -349,10 +468,11 @@ impl<'a> Scrub<'a> {
         })
     }
 
-    /// What was done; looks into the layers below for what rules spoke of.
-    pub(crate) fn report(&self, lowers: &[LowerLayer]) -> ScrubReport {
+    /// What was done to make `layer`; looks into the layers below for what rules spoke of.
+    pub(crate) fn report(&self, lowers: &[LowerLayer], layer: &Layer) -> ScrubReport {
         let mut state = std::mem::take(&mut *self.state());
-        let asked = std::mem::take(&mut state.below);
+        let mut asked = std::mem::take(&mut state.below);
+        asked.extend(untouched::find(self.rules, lowers, layer, &asked));
         state.report.still_below = below::find(lowers, asked);
         state.report.idle_git = state
             .git
@@ -371,7 +491,12 @@ impl State {
 
     fn ask_below(&mut self, path: &[u8], rule: &str, hidden: bool) {
         if self.below.len() < MOST_BELOW {
-            self.below.push((path.to_vec(), rule.to_owned(), hidden));
+            self.below.push(Asked {
+                path: path.to_vec(),
+                rule: rule.to_owned(),
+                hidden,
+                whole: false,
+            });
         }
     }
 }

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use super::secrets;
 use super::sets::SETS;
 use crate::error::{PackError, Result};
-use crate::glob::Globs;
+use crate::glob::{Globs, Literal};
 use crate::path::components;
 
 /// Longest file in bytes.
@@ -77,6 +77,8 @@ pub(super) struct Rule {
     pub content: Vec<String>,
     /// Pieces of text that contents may hold.
     pub text: Vec<String>,
+    /// Whether what it names is looked for in layers below though the sandbox did not touch it.
+    searched: bool,
 }
 
 /// Which git repositories lose references that are newer than a commit.
@@ -243,6 +245,15 @@ impl Rules {
             .filter(move |rule| rule.looks_inside() && rule.matches(facts, &names))
     }
 
+    /// The same as a list.
+    pub(super) fn inside_of(&self, facts: &Facts<'_>) -> Vec<&Rule> {
+        let names = components(facts.path);
+        let rules = self.rules.iter();
+        rules
+            .filter(|rule| rule.looks_inside() && rule.matches(facts, &names))
+            .collect()
+    }
+
     /// Whether any rule looks at contents.
     pub(super) fn looks_inside(&self) -> bool {
         self.rules.iter().any(Rule::looks_inside)
@@ -260,6 +271,31 @@ impl Rules {
                 && (rule.globs.matches_any_prefix(&names, false)
                     || rule.globs.matches(&names, true))
         })
+    }
+
+    /// The names and paths without wildcards of the rules that scrub or forbid by path alone.
+    pub(super) fn literals(&self) -> impl Iterator<Item = Literal> {
+        self.rules
+            .iter()
+            .filter(|rule| rule.names_secrets())
+            .flat_map(|rule| rule.globs.literals())
+    }
+
+    /// The rule of [`Rules::literals`] that a path would go by, if none that comes before keeps it.
+    pub(super) fn names_untouched(&self, path: &[u8]) -> Option<&Rule> {
+        let names = components(path);
+        let named = |rule: &&Rule| {
+            !rule.globs.is_empty()
+                && rule.by_path_alone()
+                && !rule.except.matches_any_prefix(&names, false)
+                && (rule.globs.matches_any_prefix(&names, true) || rule.globs.matches_in(&names))
+        };
+        let rule = self
+            .rules
+            .iter()
+            .filter(|rule| rule.action == Action::Keep || rule.names_secrets())
+            .find(named)?;
+        rule.names_secrets().then_some(rule)
     }
 }
 
@@ -293,6 +329,7 @@ fn sets(wanted: &[String]) -> Result<Vec<Rule>> {
             groups: Vec::new(),
             content: owned(set.content),
             text: Vec::new(),
+            searched: set.searched(),
         });
     }
     Ok(rules)
@@ -350,6 +387,7 @@ impl Rule {
             groups: ids(&rule.groups)?,
             content: rule.content.clone(),
             text: rule.text.clone(),
+            searched: true,
         })
     }
 
@@ -364,6 +402,13 @@ impl Rule {
             && self.times == (None, None)
             && self.owners.is_empty()
             && self.groups.is_empty()
+    }
+
+    fn names_secrets(&self) -> bool {
+        self.searched
+            && matches!(self.action, Action::Scrub | Action::Forbid)
+            && !self.globs.is_empty()
+            && self.by_path_alone()
     }
 
     fn matches(&self, facts: &Facts<'_>, names: &[&[u8]]) -> bool {

@@ -228,6 +228,11 @@ pub(super) fn names() -> Vec<&'static str> {
 
 /// The first thing in `bytes` that a pattern of these names matches. `all` is every one.
 pub(super) fn find(bytes: &[u8], names: &[String]) -> Option<Hit> {
+    find_from(bytes, 0, names)
+}
+
+/// The same from the byte `from` on, with what stands before it at hand.
+pub(super) fn find_from(bytes: &[u8], from: usize, names: &[String]) -> Option<Hit> {
     PATTERNS
         .iter()
         .filter(|pattern| {
@@ -235,7 +240,7 @@ pub(super) fn find(bytes: &[u8], names: &[String]) -> Option<Hit> {
                 .iter()
                 .any(|name| name == "all" || name == pattern.name)
         })
-        .find_map(|pattern| pattern.find(bytes))
+        .find_map(|pattern| pattern.find(bytes, from))
 }
 
 /// Whether `bytes` holds a piece of text.
@@ -244,9 +249,9 @@ pub(super) fn holds(bytes: &[u8], text: &[u8]) -> bool {
 }
 
 impl Pattern {
-    fn find(&self, bytes: &[u8]) -> Option<Hit> {
+    fn find(&self, bytes: &[u8], from: usize) -> Option<Hit> {
         memmem::find_iter(bytes, self.needle.as_bytes())
-            .find(|&at| self.fits(bytes, at))
+            .find(|&at| at >= from && self.fits(bytes, at))
             .map(|offset| Hit {
                 pattern: self.name,
                 offset,

@@ -14,6 +14,14 @@ pub(super) struct Set {
     pub content: &'static [&'static str],
 }
 
+impl Set {
+    /// Whether what it names is looked for in layers below though the sandbox did not touch it: not
+    /// what every image has.
+    pub(super) fn searched(&self) -> bool {
+        ["shell-history", "ssh", "cloud-credentials", "keys"].contains(&self.name)
+    }
+}
+
 /// All sets. A rules file names those that it wants, or `all`.
 pub(super) const SETS: [Set; 10] = [
     Set {

@@ -39,6 +39,7 @@ mod privileged_wide;
 mod rebase;
 mod same_digest;
 mod scrub;
+mod scrub_squash;
 mod selection;
 mod snapshot;
 mod split;

@@ -270,6 +270,16 @@ impl Holdings {
         self.insert_new(*digest, chunk.len, Place::Stored(number), chunk.offset)
     }
 
+    /// Adds a chunk that the store has. If it was there, it is said to be where it is now.
+    pub(super) fn put_stored(&mut self, digest: &Digest, chunk: &StoredChunk) -> Result<()> {
+        let pack = PackLoc {
+            id: chunk.pack.id,
+            size: chunk.pack.size,
+        };
+        let number = self.add_frame(pack, chunk.frame)?;
+        self.insert(*digest, chunk.len, Place::Stored(number), chunk.offset)
+    }
+
     fn add_frame(&mut self, loc: PackLoc, frame: PackFrame) -> Result<u32> {
         if let Some((last, offset, number)) = self.last
             && offset == frame.offset

@@ -13,6 +13,7 @@ mod passed;
 mod pipeline;
 mod publish;
 mod read;
+mod reframe;
 pub(crate) mod repack;
 mod staged;
 mod trust;

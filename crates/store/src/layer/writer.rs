@@ -250,6 +250,24 @@ impl LayerWriter {
             self.stats.reused_chunks += 1;
             return Ok(digest);
         }
+        let (ticket, offset) = self.put_new(digest, len, bytes)?;
+        self.held
+            .insert_new(digest, len, Place::New(ticket), offset)?;
+        Ok(digest)
+    }
+
+    /// Adds a chunk though the store has it: it lies in a new frame.
+    pub(super) fn add_anew(&mut self, bytes: &[u8]) -> Result<()> {
+        self.check_open()?;
+        let len = u32::try_from(bytes.len()).unwrap_or(u32::MAX); // one of a pack's table
+        self.stats.raw_bytes += u64::from(len);
+        let digest = Digest::of(bytes);
+        let (ticket, offset) = self.put_new(digest, len, bytes)?;
+        self.held.insert(digest, len, Place::New(ticket), offset)
+    }
+
+    /// Puts a chunk into a frame: its ticket, and where the chunk begins in it.
+    fn put_new(&mut self, digest: Digest, len: u32, bytes: &[u8]) -> Result<(u32, u32)> {
         let (ticket, offset) = if bytes.len() >= self.options.frame {
             let ticket = self.ticket()?;
             let chunks = vec![FrameChunk {
@@ -279,11 +297,9 @@ impl LayerWriter {
             }
             (ticket, offset)
         };
-        self.held
-            .insert_new(digest, len, Place::New(ticket), offset)?;
         self.stats.new_chunks += 1;
         self.stats.new_raw_bytes += u64::from(len);
-        Ok(digest)
+        Ok((ticket, offset))
     }
 
     /// Whether this writer or the store has a usable chunk of this digest and length. A chunk of

@@ -43,5 +43,7 @@ pub(super) fn run(context: &Context, args: SnapshotSquashArgs) -> Outcome {
     );
     let mut options = MergeOptions::new(reference, layers);
     options.labels = labels;
+    // What was removed must not come along in the frames of what was not.
+    options.reframe = true;
     merge::publish(context, &store, &options, &signer)
 }
