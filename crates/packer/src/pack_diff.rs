@@ -215,7 +215,10 @@ fn publish(
         (Some(mut git), Some(writer)) => git.refresh(&mut layer, writer)?,
         _ => Vec::new(),
     };
-    if let Some(writer) = &mut writer {
+    // Where diffs are taken in, chunks are still to be written when the map is known.
+    if let Some(writer) = &mut writer
+        && options.squash.is_empty()
+    {
         writer.close()?;
     }
     let mut finished = layout::finish(layer, options.reference.clone(), options.level)?;
