@@ -64,6 +64,9 @@ pub(crate) const INSIDE_SOCKET: &str = "socket";
 /// On a sandbox's own socket. `POST` [`InsideRequest`]: what `layerpack -o json pack-diff` prints.
 pub(crate) const INSIDE: &str = "/v1/pack-diff";
 
+/// `POST` [`PackRequest`]: what `layerpack -o json pack-diff` prints.
+pub(crate) const PACK_DIFF: &str = "/v1/pack-diff";
+
 /// `POST` [`GuardRequest`]: [`Guarding`].
 pub(crate) const GUARDS: &str = "/v1/guards";
 
@@ -325,6 +328,45 @@ pub(crate) struct InsideRequest {
     pub(crate) name: String,
     /// Its version.
     pub(crate) version: String,
+    /// Labels, `KEY=VALUE`.
+    #[serde(default)]
+    pub(crate) labels: Vec<String>,
+    /// Paths to leave as the layers below have them.
+    #[serde(default)]
+    pub(crate) excludes: Vec<String>,
+    /// Do everything but publish.
+    #[serde(default)]
+    pub(crate) dry_run: bool,
+    /// Take the diffs below into the snapshot.
+    #[serde(default)]
+    pub(crate) squash: bool,
+    /// Leave git's indexes as they are.
+    #[serde(default)]
+    pub(crate) no_git_index: bool,
+}
+
+/// Asks for a snapshot of a sandbox, from the host. A field that is not known is an error.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct PackRequest {
+    /// Id or name of the sandbox.
+    pub(crate) sandbox: String,
+    /// Name of the snapshot.
+    pub(crate) name: String,
+    /// Its version.
+    pub(crate) version: String,
+    /// Address of the store; absent: the one that the sandbox's layers came from.
+    #[serde(default)]
+    pub(crate) store: Option<String>,
+    /// File of rules, or `standard`; absent: the node's, if it has any.
+    #[serde(default)]
+    pub(crate) rules: Option<PathBuf>,
+    /// Use no rules, whatever the node has.
+    #[serde(default)]
+    pub(crate) no_rules: bool,
+    /// File of the secret key to sign with.
+    #[serde(default)]
+    pub(crate) sign: Option<PathBuf>,
     /// Labels, `KEY=VALUE`.
     #[serde(default)]
     pub(crate) labels: Vec<String>,

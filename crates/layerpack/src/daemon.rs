@@ -12,6 +12,7 @@ mod guards;
 mod handlers;
 mod metrics;
 mod orphans;
+mod packing;
 mod prune;
 pub(crate) mod socket;
 
@@ -240,6 +241,7 @@ fn router(server: Arc<Server>) -> Router {
         )
         .route(api::PROFILES, get(handlers::profiles::list))
         .route(api::PROFILES, post(handlers::profiles::publish))
+        .route(api::PACK_DIFF, post(packing::pack_diff))
         .route(api::GUARDS, post(handlers::guard))
         .route(api::CHANNELS, post(handlers::channel))
         .route(api::CACHE, get(handlers::cache::status))

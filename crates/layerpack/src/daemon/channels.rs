@@ -9,9 +9,7 @@
 use std::collections::HashMap;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::PermissionsExt as _;
-use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Context as _;
@@ -30,16 +28,15 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinHandle;
 
 use super::handlers::Refusal;
+use super::packing;
 use crate::api;
-use crate::launch::{PACK_DIFF_LABEL, RULES_FILE, STORE_LABEL, sandboxes};
+use crate::launch::{PACK_DIFF_LABEL, RULES_FILE, sandboxes};
 use crate::policy::matches;
 
 /// Connections of one sandbox at a time; more are closed.
 const MOST_CONNECTIONS: usize = 8;
 /// Largest request of a sandbox in bytes.
 const MAX_REQUEST: usize = 64 << 10;
-/// Most labels, and most patterns, of one request.
-const MOST_ITEMS: usize = 100;
 
 /// The sockets that are served, by the sandbox's id.
 #[derive(Debug, Default)]
@@ -245,111 +242,35 @@ async fn pack(
     channel: &Channel,
     request: api::InsideRequest,
 ) -> Result<serde_json::Value, Refusal> {
-    let refuse = |status, why: String| Refusal::with(status, why);
-    let sandbox = {
-        let (root, id) = (channel.root.clone(), channel.id.clone());
-        tokio::task::spawn_blocking(move || sandboxes(&root).and_then(|all| Ok(all.get(&id)?)))
-            .await
-            .map_err(|error| refuse(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?
-            .map_err(|error| refuse(StatusCode::NOT_FOUND, format!("{error:#}")))?
-    };
-    let label = |name: &str| sandbox.spec.labels.get(name).cloned();
-    let allowed = label(PACK_DIFF_LABEL).ok_or_else(|| {
-        refuse(
-            StatusCode::FORBIDDEN,
-            "snapshots are not allowed".to_owned(),
-        )
-    })?;
-    if !matches(&allowed, &request.name) {
-        let why = format!(
+    let refuse = |why| Refusal::with(StatusCode::FORBIDDEN, why);
+    let sandbox = packing::find(&channel.root, channel.id.clone()).await?;
+    let allowed = sandbox
+        .spec
+        .labels
+        .get(PACK_DIFF_LABEL)
+        .ok_or_else(|| refuse("snapshots are not allowed".to_owned()))?;
+    if !matches(allowed, &request.name) {
+        return Err(refuse(format!(
             "this sandbox may publish snapshots named {allowed:?}, not {:?}",
             request.name
-        );
-        return Err(refuse(StatusCode::FORBIDDEN, why));
+        )));
     }
-    if request.labels.len() > MOST_ITEMS || request.excludes.len() > MOST_ITEMS {
-        let why = format!("more than {MOST_ITEMS} labels or patterns");
-        return Err(refuse(StatusCode::BAD_REQUEST, why));
-    }
-    let failed = |error: std::io::Error| {
-        refuse(
-            StatusCode::INTERNAL_SERVER_ERROR,
-            format!("cannot start packing: {error}"),
-        )
-    };
-    let mut command = std::process::Command::new("/proc/self/exe");
-    command
-        .arg0("layerpack")
-        .arg("--root")
-        .arg(&channel.root)
-        .args(["-o", "json", "pack-diff", &channel.id])
-        // Joined, so that no value can be taken for an option.
-        .arg(format!("--name={}", request.name))
-        .arg(format!("--version={}", request.version))
-        .arg("--label=layerpack.by=sandbox")
-        .args(
-            request
-                .labels
-                .iter()
-                .map(|label| format!("--label={label}")),
-        )
-        .args(
-            request
-                .excludes
-                .iter()
-                .map(|glob| format!("--exclude={glob}")),
-        )
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    if let Some(store) = label(STORE_LABEL) {
-        command.arg("--store").arg(store);
-    }
+    let mut labels = vec!["layerpack.by=sandbox".to_owned()];
+    labels.extend(request.labels);
     let rules = sandbox.channel.with_file_name(RULES_FILE);
-    if rules.exists() {
-        command.arg("--rules").arg(rules);
-    }
-    for (wanted, flag) in [
-        (request.dry_run, "--dry-run"),
-        (request.squash, "--squash"),
-        (request.no_git_index, "--no-git-index"),
-    ] {
-        if wanted {
-            command.arg(flag);
-        }
-    }
-    // It outlives a caller that hangs up: what it began is finished or undone by itself.
-    let output = tokio::task::spawn_blocking(move || command.output())
-        .await
-        .map_err(|error| refuse(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?
-        .map_err(failed)?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    let report = serde_json::from_slice(&output.stdout);
-    match report {
-        Ok(report) if output.status.success() => Ok(report),
-        _ => Err(refuse(StatusCode::CONFLICT, last_error(&said))),
-    }
-}
-
-/// The message of the error document that a command ends with.
-fn last_error(said: &str) -> String {
-    said.lines()
-        .rev()
-        .find_map(|line| serde_json::from_str::<api::ErrorReply>(line).ok())
-        .map_or_else(
-            || "packing failed without a word; see the daemon's log".to_owned(),
-            |reply| reply.error.message,
-        )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_error_is_the_last_document() {
-        let said = "note\n{\"error\":{\"message\":\"one\"}}\n{\"error\":{\"message\":\"two\"}}\n";
-        assert_eq!(last_error(said), "two");
-        assert!(last_error("killed").contains("without a word"));
-    }
+    let request = api::PackRequest {
+        sandbox: channel.id.clone(),
+        name: request.name,
+        version: request.version,
+        store: None,
+        rules: rules.exists().then_some(rules),
+        no_rules: false,
+        sign: None,
+        labels,
+        excludes: request.excludes,
+        dry_run: request.dry_run,
+        squash: request.squash,
+        no_git_index: request.no_git_index,
+    };
+    packing::pack(&channel.root, &sandbox, &request).await
 }

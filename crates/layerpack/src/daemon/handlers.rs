@@ -49,6 +49,11 @@ pub(super) struct Server {
 }
 
 impl Server {
+    /// The node's directory.
+    pub(super) fn root(&self) -> &Path {
+        &self.info.root
+    }
+
     pub(super) fn new(
         node: Arc<Node>,
         info: api::Info,
@@ -166,7 +171,7 @@ impl IntoResponse for Refusal {
     }
 }
 
-type Reply<T> = Result<Json<T>, Refusal>;
+pub(super) type Reply<T> = Result<Json<T>, Refusal>;
 
 pub(super) async fn info(State(server): State<Arc<Server>>) -> Json<api::Info> {
     Json(server.info())
