@@ -81,21 +81,9 @@ pub(crate) const FOPEN_PASSTHROUGH: u32 = 1 << 7;
 /// `FOPEN_NOFLUSH`: close(2) sends no FLUSH.
 pub(crate) const FOPEN_NOFLUSH: u32 = 1 << 5;
 
-/// `FUSE_NOTIFY_INVAL_INODE`: has the kernel drop cached pages of a node.
-pub(crate) const NOTIFY_INVAL_INODE: i32 = 2;
 /// `FUSE_NOTIFY_RESEND`: asks the kernel to send every request again that was read by a
 /// server which is gone (Linux 6.9).
 pub(crate) const NOTIFY_RESEND: i32 = 7;
-
-/// Which pages to drop: `len` bytes from `offset`, all that follow if it is 0.
-#[repr(C)]
-#[derive(IntoBytes, Immutable, KnownLayout, Clone, Copy, Debug)]
-pub(crate) struct InvalInodeOut {
-    pub(crate) ino: u64,
-    pub(crate) offset: i64,
-    pub(crate) len: i64,
-}
-const _: () = assert!(size_of::<InvalInodeOut>() == 24);
 
 #[repr(C)]
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Clone, Copy, Debug)]

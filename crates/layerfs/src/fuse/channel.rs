@@ -13,10 +13,6 @@ use zerocopy::IntoBytes;
 
 use super::abi::{self, OUT_HEADER_LEN, OutHeader};
 
-/// Length of the body of [`Channel::drop_pages`].
-const INVAL_LEN: u32 = 24;
-const _: () = assert!(size_of::<abi::InvalInodeOut>() == INVAL_LEN as usize);
-
 /// One descriptor of a mounted connection.
 #[derive(Debug)]
 pub(crate) struct Channel {
@@ -91,29 +87,6 @@ impl Channel {
                     }
                 },
             }
-        }
-    }
-
-    /// Has the kernel drop the cached pages of a node. This waits for reads of it that are under
-    /// way, so it must not be called by who answers them.
-    pub(crate) fn drop_pages(&self, node: u64) {
-        let body = abi::InvalInodeOut {
-            ino: node,
-            offset: 0,
-            len: 0,
-        };
-        let header = OutHeader {
-            len: OUT_HEADER_LEN + INVAL_LEN,
-            error: abi::NOTIFY_INVAL_INODE,
-            unique: 0,
-        };
-        let parts = [
-            IoSlice::new(header.as_bytes()),
-            IoSlice::new(body.as_bytes()),
-        ];
-        if let Err(e) = (&self.file).write_vectored(&parts) {
-            // ENOENT: the kernel does not know the node (any more).
-            tracing::debug!(node, error = %e, "pages of a blob were not dropped");
         }
     }
 

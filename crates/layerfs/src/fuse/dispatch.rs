@@ -9,7 +9,7 @@ use super::abi::{
     self, Attr, AttrOut, Dirent, EntryOut, GetxattrIn, GetxattrOut, InHeader, OpenIn, OpenOut,
     ROOT_ID, ReadIn, StatfsOut, op,
 };
-use super::channel::{Channel, Reply, ReplyBuf};
+use super::channel::{Reply, ReplyBuf};
 use super::session::Shared;
 use super::{BlobAttr, BlobSource, OpenMode};
 
@@ -200,9 +200,8 @@ fn read(
     answer.clear();
     match source.try_read(node, asked.offset, len, answer) {
         Some(Ok(())) => {
-            let channel = Arc::clone(reply.channel());
             reply.data(answer.as_slice());
-            return passed(shared, &channel, source.as_ref(), node, answer);
+            return passed(shared, source, node, answer);
         }
         Some(Err(e)) => return reply.error(e),
         None => {}
@@ -213,9 +212,8 @@ fn read(
         let mut buf = ReplyBuf::new();
         match waiting.read(node, offset, len, &mut buf) {
             Ok(()) => {
-                let channel = Arc::clone(reply.channel());
                 reply.data(buf.as_slice());
-                passed(&sharing, &channel, waiting.as_ref(), node, &buf);
+                passed(&sharing, &waiting, node, &buf);
             }
             Err(e) => reply.error(e),
         }
@@ -226,19 +224,13 @@ fn read(
 }
 
 /// Drops a blob's pages when enough of them are there: its reader has its own by now.
-fn passed(
-    shared: &Shared,
-    channel: &Arc<Channel>,
-    source: &dyn BlobSource,
-    node: u64,
-    answer: &ReplyBuf,
-) {
+fn passed(shared: &Shared, source: &Arc<dyn BlobSource>, node: u64, answer: &ReplyBuf) {
     if source.pages_due(node, answer.as_slice().len() as u64) {
-        let channel = Arc::clone(channel);
+        let source = Arc::clone(source);
         // If there is no room, it is done the next time.
         let _ = shared
             .drops
-            .submit(Box::new(move || channel.drop_pages(node)));
+            .submit(Box::new(move || source.drop_pages(node)));
     }
 }
 

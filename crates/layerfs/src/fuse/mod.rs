@@ -88,6 +88,10 @@ pub trait BlobSource: Send + Sync + 'static {
         false
     }
 
+    /// Has the kernel drop the pages of a blob that nobody waits for. May itself ask this source, so
+    /// it is not called by who answers.
+    fn drop_pages(&self, _ino: u64) {}
+
     /// Fills `buf` with `len` bytes from `offset` if that needs no waiting for a store;
     /// `None` says that it does. Short only at the end of the blob.
     fn try_read(

@@ -91,12 +91,18 @@ pub(crate) struct Shared {
 
 /// A mount being served. Dropping it does not end the service: unmount (or abort) does, and
 /// [`Session::wait`] waits for it.
-#[derive(Debug)]
 pub struct Session {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
-    /// One of the channels, to tell the kernel something.
-    channel: Option<Arc<Channel>>,
+    source: Arc<dyn BlobSource>,
+}
+
+impl std::fmt::Debug for Session {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Session")
+            .field("shared", &self.shared)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Session {
@@ -164,7 +170,6 @@ impl Session {
                 first.request_resend()?;
             }
         }
-        let first = channels.first().map(Arc::clone);
         let mut threads = Vec::with_capacity(channels.len());
         for channel in channels {
             let (shared, source) = (Arc::clone(&shared), Arc::clone(&source));
@@ -182,7 +187,7 @@ impl Session {
         Ok(Self {
             shared,
             threads,
-            channel: first,
+            source,
         })
     }
 
@@ -204,6 +209,8 @@ impl Session {
     /// Takes in nothing more, and waits until what waits for a store is answered, at most `limit`.
     /// The kernel sends the rest again to whoever takes over, after this process has ended.
     pub fn leave(&self, limit: Duration) {
+        // Who drops pages may be asking this process.
+        self.shared.drops.wait_idle(limit);
         self.shared.leaving.store(true, Ordering::Release);
         self.shared.pool.wait_idle(limit);
     }
@@ -222,12 +229,11 @@ impl Session {
 
     /// Has the kernel drop the pages of a blob's file, soon.
     pub fn drop_pages(&self, ino: u64) {
-        if let Some(channel) = self.channel.clone() {
-            let _ = self
-                .shared
-                .drops
-                .submit(Box::new(move || channel.drop_pages(ino)));
-        }
+        let source = Arc::clone(&self.source);
+        let _ = self
+            .shared
+            .drops
+            .submit(Box::new(move || source.drop_pages(ino)));
     }
 
     /// Whether any channel is still served.

@@ -212,6 +212,7 @@ impl Node {
         let recordings = Arc::new(Recordings::default());
         let served = Arc::new(Served::new(&root, boot));
         let registry = Arc::new(Registry::new(
+            root.join("blobs"),
             config.open_mode,
             Arc::clone(&recordings),
             Arc::clone(&served),

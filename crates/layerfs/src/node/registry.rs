@@ -11,10 +11,12 @@
 //! else is looked at, and a blob that cannot be opened is the trouble of its own readers only.
 
 use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use layerpack_store::LayerId;
+use rustix::fs::{Advice, Mode, OFlags, fadvise};
 use rustix::io::Errno;
 
 use super::served::{Record, Served};
@@ -126,6 +128,8 @@ struct Tables {
 }
 
 pub(super) struct Registry {
+    /// Where it is mounted.
+    dir: PathBuf,
     mode: OpenMode,
     recordings: Arc<Recordings>,
     served: Arc<Served>,
@@ -151,8 +155,14 @@ fn ino_of(layer: LayerId) -> u64 {
 }
 
 impl Registry {
-    pub(super) fn new(mode: OpenMode, recordings: Arc<Recordings>, served: Arc<Served>) -> Self {
+    pub(super) fn new(
+        dir: PathBuf,
+        mode: OpenMode,
+        recordings: Arc<Recordings>,
+        served: Arc<Served>,
+    ) -> Self {
         Self {
+            dir,
             mode,
             recordings,
             served,
@@ -344,6 +354,20 @@ impl BlobSource for Registry {
             && let Some(blob) = entry.blob()
         {
             blob.give_back();
+        }
+    }
+
+    fn drop_pages(&self, ino: u64) {
+        let Some(entry) = self.entry(ino).filter(|entry| entry.opens() > 0) else {
+            return;
+        };
+        let path = self.dir.join(entry.layer.hex());
+        // Pages that somebody waits for stay: waiting for them here would be waiting for answers of
+        // this very process, and outlast it when it is killed.
+        let dropped = rustix::fs::open(&path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+            .and_then(|file| fadvise(&file, 0, None, Advice::DontNeed));
+        if let Err(errno) = dropped {
+            tracing::debug!(layer = %entry.layer, %errno, "pages of a blob were not dropped");
         }
     }
 

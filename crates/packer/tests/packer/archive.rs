@@ -346,9 +346,18 @@ fn a_layer_of_nothing_but_directories_and_links_exists() {
     let packed = base(tar.finish());
     assert_eq!(packed.map.data_size(), 0);
     assert_eq!(packed.tree().get("empty").mode, 0o711);
-    // And one of nothing at all.
-    let packed = try_tar("toolkit/nothing:1", TarWriter::new().finish()).unwrap();
+    // And one of a root alone; an archive without any entry is taken for a mistake.
+    let mut tar = TarWriter::new();
+    tar.dir("./", 0o755);
+    let packed = try_tar("toolkit/nothing:1", tar.finish()).unwrap();
     assert_eq!(packed.tree().paths(), [""]);
+    let error = try_tar("toolkit/nothing:2", TarWriter::new().finish())
+        .err()
+        .unwrap();
+    assert!(
+        matches!(error, layerpack_packer::PackError::EmptyArchive { .. }),
+        "{error}"
+    );
 }
 
 #[test]
@@ -404,7 +413,9 @@ fn a_build_that_fails_tells_its_warnings() {
     let told = told.0.into_inner().unwrap();
     assert_eq!(told.len(), 1, "{told:?}");
     assert!(told[0].contains("../up"), "{told:?}");
-    let good = ArchiveFile::new(TarWriter::new().finish());
+    let mut tar = TarWriter::new();
+    tar.dir("./", 0o755);
+    let good = ArchiveFile::new(tar.finish());
     let quiet = Told::default();
     let with = options("base/a:1", good.source());
     layerpack_packer::build(&memory_store(), &with, &quiet).unwrap();
