@@ -50,7 +50,7 @@ pub(super) struct Server {
 
 impl Server {
     /// The node's directory.
-    pub(super) fn root(&self) -> &Path {
+    pub(super) fn root(&self) -> &std::path::Path {
         &self.info.root
     }
 
