@@ -38,11 +38,7 @@ fn privileged_the_api_makes_snapshots() {
     node.build("base/root:1", &root, &[]);
     let inside = |script: &str| node.ok(["sandbox", "exec", "a", "--", "sh", "-c", script]);
     node.ok(["sandbox", "create", "--name", "a", "base/root:1"]);
-    exec(
-        &node,
-        id.trim(),
-        "echo work > /root/job; echo h > /root/x.log",
-    );
+    inside("echo work > /root/job; echo h > /root/x.log");
     let socket = node.root().join("daemon.sock");
     let ask = |body: &str| post(&socket, "/v1/pack-diff", body);
     let asked = r#"{"sandbox":"a","name":"s","version":"1","labels":["k=v"],"excludes":["*.log"]}"#;
