@@ -444,7 +444,7 @@ impl Sandboxes {
     /// # Errors
     /// [`RuntimeError::Running`] without `force` if it runs;
     /// [`RuntimeError::Busy`] while somebody makes or runs it, or when a snapshot that is being made
-    /// of it does not end within a minute. With `force` its processes are killed before that, so
+    /// of it does not end within a minute. With `force` its processes are killed before that wait, so
     /// that they cannot ask for one snapshot after the other.
     pub fn remove(&self, name_or_id: &str, force: bool) -> Result<Sandbox> {
         let id = self.layout.find(name_or_id)?;
@@ -469,10 +469,14 @@ impl Sandboxes {
             }
             return Err(busy("it is being made, run or removed"));
         };
-        if force {
-            self.kill(&record, &group);
+        let mut pack = self.layout.pack_lock(&id, Duration::ZERO)?;
+        if pack.is_none() {
+            if force {
+                self.kill(&record, &group);
+            }
+            pack = self.layout.pack_lock(&id, SNAPSHOT_WAIT)?;
         }
-        let Some(_pack) = self.layout.pack_lock(&id, SNAPSHOT_WAIT)? else {
+        let Some(_pack) = pack else {
             return Err(busy("a snapshot of it is being made"));
         };
         let Some(_freeze) = self.layout.freeze_lock(&id)? else {
