@@ -361,6 +361,10 @@ impl BlobSource for Registry {
         let Some(entry) = self.entry(ino).filter(|entry| entry.opens() > 0) else {
             return;
         };
+        // While somebody records, an open has the kernel drop everything itself, and waits for it.
+        if entry.blob().is_some_and(|blob| blob.taps.loud()) {
+            return;
+        }
         let path = self.dir.join(entry.layer.hex());
         // Pages that somebody waits for stay: waiting for them here would be waiting for answers of
         // this very process, and outlast it when it is killed.
