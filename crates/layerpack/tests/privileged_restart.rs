@@ -531,6 +531,19 @@ fn privileged_a_killed_holder_is_replaced() {
     assert_eq!(number(&upgraded, "/old/pid"), u64::try_from(third).unwrap());
     read(&node, &point.0, 0, 3);
 
+    // Nor does that depend on who kept it first: this worker has everything from a holder.
+    let (holder, worker) = pids(&node);
+    kill(holder, "KILL");
+    let another = || {
+        let seen = status(&node);
+        let pid = seen.pointer("/daemon/holder/pid").and_then(Value::as_u64);
+        pid.is_some_and(|pid| pid != u64::try_from(holder).unwrap())
+    };
+    assert!(wait_until(another), "{}", node.log());
+    kill(worker, "KILL");
+    next_worker(&node, worker);
+    read(&node, &point.0, 0, 4);
+
     // With both gone there is nothing to go on with. The next daemon cleans up and mounts anew, at
     // the same places; what held the old mounts has lost them.
     let (holder, worker) = pids(&node);

@@ -72,7 +72,9 @@ impl Link {
                     sets.insert(name, Set { state, fds });
                 }
                 Some((ToWorker::Go(standing), _)) => {
-                    return Ok((Self::of(socket), sets, standing));
+                    let link = Self::of(socket);
+                    link.remember(&sets)?;
+                    return Ok((link, sets, standing));
                 }
                 // Ended before it began.
                 Some((ToWorker::Drain | ToWorker::Stop, _)) => {
@@ -90,6 +92,20 @@ impl Link {
             socket: RwLock::new(Arc::new(socket)),
             kept: Mutex::new(Vec::new()),
         }
+    }
+
+    /// Takes note of what came from the holder: another one is to get it, too.
+    fn remember(&self, sets: &Sets) -> io::Result<()> {
+        let mut kept = self.kept.lock();
+        for (name, set) in sets {
+            let copies = set
+                .fds
+                .iter()
+                .map(OwnedFd::try_clone)
+                .collect::<io::Result<Vec<_>>>()?;
+            kept.push((name.clone(), set.state.clone(), copies));
+        }
+        Ok(())
     }
 
     fn say(&self, message: &ToHolder, fds: &[BorrowedFd<'_>]) -> io::Result<()> {

@@ -37,12 +37,16 @@ pub(super) fn run(context: &Context, args: ExportArgs) -> Outcome {
     if args.to == "tar:-" {
         return to_stdout(context, &args);
     }
-    let target = args.to.parse()?;
+    let (to, tag) = oci_tag(&args.to);
+    if tag.is_some() && args.tag.is_some() {
+        return Err(anyhow!("{} names a tag, and --tag another: leave one out", args.to).into());
+    }
+    let target = to.parse()?;
     let store = context.store()?;
     let stack = resolve(&store, &args.refs)?;
     let digests = stack.iter().map(|layer| layer.digest).collect();
     let mut options = ExportOptions::new(digests, target);
-    options.name = args.tag;
+    options.name = args.tag.or(tag);
     options.platform = platform(None);
     options.compression = match args.compression {
         LayerCompression::Gzip => Compression::Gzip,
@@ -87,6 +91,19 @@ pub(super) fn run(context: &Context, args: ExportArgs) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
+/// `oci:DIR:TAG` as `oci:DIR` and the tag, as `build --from` and other tools read it.
+fn oci_tag(text: &str) -> (String, Option<String>) {
+    match text
+        .strip_prefix("oci:")
+        .and_then(|rest| rest.rsplit_once(':'))
+    {
+        Some((dir, tag)) if !dir.is_empty() && !tag.is_empty() && !tag.contains('/') => {
+            (format!("oci:{dir}"), Some(tag.to_owned()))
+        }
+        _ => (text.to_owned(), None),
+    }
+}
+
 /// The archive goes where the result is printed otherwise; that goes to stderr here.
 fn to_stdout(context: &Context, args: &ExportArgs) -> Outcome {
     if stdout().is_terminal() {
@@ -118,4 +135,22 @@ fn to_stdout(context: &Context, args: &ExportArgs) -> Outcome {
         ));
     }
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_layout_can_name_its_tag() {
+        for (text, to, tag) in [
+            ("oci:d", "oci:d", None),
+            ("oci:a/b:1", "oci:a/b", Some("1")),
+            ("oci:a:b/c", "oci:a:b/c", None),
+            ("oci:d:", "oci:d:", None),
+            ("registry:h/r:1", "registry:h/r:1", None),
+        ] {
+            assert_eq!(oci_tag(text), (to.to_owned(), tag.map(str::to_owned)));
+        }
+    }
 }

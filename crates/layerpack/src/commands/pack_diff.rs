@@ -4,16 +4,19 @@
 //! by the guard, on SIGINT, SIGTERM and SIGHUP by [`Thaw`], which waits for them meanwhile, and
 //! after `kill -9` by the daemon, which watches this process.
 
+use std::io::Read as _;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, bail};
+use fs_err::os::unix::fs::OpenOptionsExt as _;
 use layerpack_packer::{
     Findings, IdMapRange, LowerLayer, PackDiffOptions, Rules, ScrubReport, Tally, snapshot,
 };
 use layerpack_runtime::{Sandbox, SandboxState};
 use layerpack_store::{Kind, LayerName, LayerStore, ParentRef, Reference, Version};
+use rustix::fs::OFlags;
 use serde::Serialize;
 
 use super::Outcome;
@@ -279,11 +282,23 @@ pub(crate) fn rules_text(path: &Path) -> anyhow::Result<String> {
     if path == Path::new(STANDARD) {
         return Ok(Rules::standard().to_owned());
     }
-    let size = fs_err::metadata(path)?.len();
-    if size > MAX_RULES {
-        bail!("{} is no rules file: it has {size} bytes", path.display());
+    // Not waiting for the writer of a fifo, nor reading a device without end.
+    let file = fs_err::OpenOptions::new()
+        .read(true)
+        .custom_flags(i32::try_from(OFlags::NONBLOCK.bits()).unwrap_or_default())
+        .open(path)?;
+    if !file.metadata()?.is_file() {
+        bail!("{} is no rules file: it is no regular file", path.display());
     }
-    Ok(fs_err::read_to_string(path)?)
+    let mut text = String::new();
+    file.take(MAX_RULES + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > MAX_RULES {
+        bail!(
+            "{} is no rules file: it has more than {MAX_RULES} bytes",
+            path.display()
+        );
+    }
+    Ok(text)
 }
 
 /// The diffs on top of a stack, from the lowest on.

@@ -257,6 +257,12 @@ fn build(
         }
     }
     for (reference, count) in split.references().zip(&counts).skip(1) {
+        if *count == 0 && split.is_strict() {
+            return Err(PackError::InvalidOption {
+                option: "strict".to_owned(),
+                why: format!("{reference} would be empty: nothing matches its rules"),
+            });
+        }
         if *count == 0 {
             warnings.add(format!("{reference} is empty: nothing matches its rules"));
         }

@@ -152,6 +152,11 @@ impl Split {
         self
     }
 
+    /// Whether what was not meant is an error.
+    pub(super) fn is_strict(&self) -> bool {
+        matches!(self.leftover, Leftover::Refuse)
+    }
+
     /// What the parts are published as, the base first.
     pub fn references(&self) -> impl Iterator<Item = &Reference> {
         self.parts.iter().map(|part| &part.reference)
