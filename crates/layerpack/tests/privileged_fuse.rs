@@ -548,3 +548,17 @@ fn privileged_bad_fuse_command_lines_are_refused() {
     assert!(error.contains("--cache-dir"), "{error}");
     none_left(&node);
 }
+
+#[test]
+fn privileged_the_signature_policy_holds_without_a_daemon() {
+    needs_fuse!();
+    let node = Node::new("whole-policy");
+    let source = node.scratch.mkdir("source").unwrap();
+    std::fs::write(source.join("file"), "x").unwrap();
+    node.build("base/b:1", &source, &[]);
+    std::fs::create_dir_all(node.root()).unwrap();
+    std::fs::write(node.root().join("policy.toml"), "mode = \"require\"\n").unwrap();
+    let point = node.scratch.mkdir("mnt").unwrap();
+    let said = node.fails(1, ["mount", "--fuse", "base/b:1", text(&point)]);
+    assert!(said.contains("is not signed"), "{said}");
+}

@@ -215,9 +215,11 @@ fn publish(
         (Some(mut git), Some(writer)) => git.refresh(&mut layer, writer)?,
         _ => Vec::new(),
     };
-    // Where diffs are taken in, chunks are still to be written when the map is known.
+    // What rules keep back, or a squash drops, may lie in frames of the store with what stays: those
+    // are written anew, which needs the map.
+    let reframes = !options.squash.is_empty() || options.rules.is_some();
     if let Some(writer) = &mut writer
-        && options.squash.is_empty()
+        && !reframes
     {
         writer.close()?;
     }
@@ -234,7 +236,7 @@ fn publish(
     let published = match writer {
         None => None,
         Some(mut writer) => {
-            if !options.squash.is_empty() {
+            if reframes {
                 // What was removed or scrubbed must not come along in the frames of what was not.
                 writer.reframe(&finished.draft.map)?;
             }

@@ -4,7 +4,7 @@
 //! mount is up: by a line on its standard output, which it closes then. What goes wrong before
 //! that is reported by it, on the standard error that both share.
 
-use std::io::{Read as _, Write as _};
+use std::io::{ErrorKind, Read as _, Write as _};
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
@@ -19,6 +19,7 @@ use super::mount::{Mounted, split};
 use crate::args::{MountArgs, PrefetchArg};
 use crate::context::Context;
 use crate::output::{Format, print};
+use crate::policy::{self, Policy};
 use crate::settings::{Given, Settings};
 use crate::stack;
 use crate::stores;
@@ -82,6 +83,30 @@ fn start(context: &Context, args: MountArgs) -> Outcome {
     }
 }
 
+/// Holds the layers to the node's signature policy; warnings where it only warns. Whoever may not
+/// look into the node's directory has no node to mount for.
+fn signed(
+    context: &Context,
+    store: &LayerStore,
+    layers: &[stack::StackLayer],
+) -> anyhow::Result<Vec<String>> {
+    let path = context.root().join(policy::FILE_NAME);
+    match fs_err::File::open(&path) {
+        Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied) => {
+            return Ok(Vec::new());
+        }
+        _ => {}
+    }
+    let Some(policy) = Policy::load(&path)? else {
+        return Ok(Vec::new());
+    };
+    let mut warnings = Vec::new();
+    for layer in layers {
+        warnings.extend(policy.check(store, &layer.digest)?);
+    }
+    Ok(warnings)
+}
+
 fn serve(context: &Context, args: MountArgs) -> Outcome {
     if args.fuse.detached {
         // Fails only for a process group leader, which a child that was just started is not.
@@ -97,6 +122,9 @@ fn serve(context: &Context, args: MountArgs) -> Outcome {
     let cache = cache.join(CACHE);
     let store = context.store()?;
     let layers = stack::resolve(&store, &references)?;
+    for warning in signed(context, &store, &layers)? {
+        crate::output::warning(&warning);
+    }
     let directory =
         fs_err::canonicalize(&dir).context("the mount point must exist (create it with mkdir)")?;
     if !directory.is_dir() {

@@ -343,3 +343,21 @@ fn what_a_layer_below_shows_is_said_though_it_was_not_touched() {
         ]
     );
 }
+
+/// A first snapshot without rules puts the secret into frames of the store with all else.
+#[test]
+fn what_an_earlier_snapshot_took_does_not_come_along_in_its_frames() {
+    let scratch = ScratchDir::new("frames").unwrap();
+    let upper = scratch.mkdir("upper").unwrap();
+    let store = memory_store();
+    write(&upper, "a", "before\n".repeat(100));
+    write(&upper, "id_rsa", format!("{MARKER}\n"));
+    write(&upper, "z", "after\n".repeat(100));
+    let (first, _) = packed(&store, &options(&upper, "diff/d:1", None));
+    assert!(travels(&first));
+    let rules = "sets = [\"keys\"]\n";
+    let (second, report) = packed(&store, &options(&upper, "diff/d:2", Some(rules)));
+    assert_eq!(report.scrub.scrubbed.total.entries, 1);
+    assert_eq!(text(&second.tree(), "a"), "before\n".repeat(100));
+    assert!(!travels(&second));
+}
