@@ -249,6 +249,8 @@ fn change(
         name,
         "--version",
         version,
+        // The trees are compared byte by byte, git's index among them.
+        "--no-git-index",
     ])?;
     let took = started.elapsed();
     let row = layer_row(&packed, took)?;
