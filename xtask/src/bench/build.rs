@@ -68,6 +68,22 @@ const COLUMNS: [&str; 6] = [
     "bytes",
 ];
 
+/// The candidate that compresses as we do.
+const EROFS_ZSTD: &str = "mkfs.erofs zstd";
+
+/// A `mkfs.erofs` that knows zstd (1.8 and later): what `LAYERPACK_MKFS_EROFS` names, or the one on
+/// `PATH`.
+fn erofs_with_zstd() -> Option<String> {
+    let named = std::env::var("LAYERPACK_MKFS_EROFS").ok();
+    named
+        .into_iter()
+        .chain(["mkfs.erofs".to_owned()])
+        .find(|name| {
+            let output = Command::new(name).arg("-V").output();
+            output.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("zstd"))
+        })
+}
+
 /// `layerpack build` of a directory into a store of its own.
 pub(super) fn pack(bench: &Bench, source: &Path, store: &Path, cache: &Path) -> Command {
     let mut command = Command::new(&bench.binary);
@@ -231,7 +247,20 @@ pub(super) fn directory(bench: &Bench) -> Result<Report> {
             ),
         ),
     ];
-    let mut missing = vec!["mkfs.erofs with zstd (Debian 12 has none)"];
+    let mut missing = Vec::new();
+    let erofs_zstd = erofs_with_zstd();
+    match &erofs_zstd {
+        Some(program_name) => candidates.push(slow(
+            EROFS_ZSTD,
+            "zstd.erofs",
+            program(
+                program_name,
+                &["--quiet", "-zzstd", &text("zstd.erofs"), &from],
+            ),
+        )),
+        None => missing
+            .push("mkfs.erofs with zstd (Debian 12 has none; LAYERPACK_MKFS_EROFS names one)"),
+    }
     if found("umoci") {
         let layout = text("umoci");
         let image = format!("{layout}:bench");
@@ -314,6 +343,15 @@ pub(super) fn directory(bench: &Bench) -> Result<Report> {
         0.2,
         "",
     );
+    if erofs_zstd.is_some() {
+        report.at_most(
+            "B1",
+            "time beside mkfs.erofs zstd",
+            own / wall(EROFS_ZSTD)?,
+            0.2,
+            "",
+        );
+    }
     report.at_most(
         "B2",
         "time beside mksquashfs zstd, level 3",

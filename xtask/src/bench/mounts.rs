@@ -23,7 +23,7 @@ const BUILDERS: usize = 6;
 /// Layers of each of very many stacks.
 const DEEP: usize = 100;
 /// How long the very many stacks may take to come up; what is up by then is reported.
-const STACKS_LIMIT: Duration = Duration::from_secs(60);
+const STACKS_LIMIT: Duration = Duration::from_secs(300);
 
 /// The number below which `percent` of 100 lie.
 fn percentile(numbers: &[f64], percent: usize) -> f64 {

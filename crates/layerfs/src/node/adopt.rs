@@ -11,10 +11,10 @@
 //! Files that it was writing when it died stay until a node begins without a predecessor: readers write
 //! such files, too, and are served already.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -307,27 +307,32 @@ impl Node {
     /// Goes on with leases whose layers are all mounted; gives back the others.
     pub(super) fn adopt_leases(&self, records: Vec<LeaseRecord>) -> Result<Vec<LeaseRecord>> {
         let mut rest = Vec::new();
+        let mut there: HashSet<PathBuf> = self.generated.lock().values().cloned().collect();
+        let mut up = HashSet::new();
+        let slots: Vec<_> = self
+            .slots
+            .lock()
+            .iter()
+            .map(|(id, slot)| (*id, Arc::clone(slot)))
+            .collect();
+        for (layer, slot) in slots {
+            if let Some(mounted) = &slot.lock().up {
+                there.insert(mounted.mountpoint.clone());
+                up.insert(layer);
+            }
+        }
         for record in records {
-            if record.is_alive(&self.boot_text) && self.has_all(&record) {
+            let stack = &record.info.stack;
+            let whole = stack.layers.iter().all(|layer| up.contains(layer))
+                && stack.lowers.iter().all(|path| there.contains(path));
+            if whole && record.is_alive(&self.boot_text) {
                 self.learner.note(&record.info.stack.layers);
-                self.leases.lock().insert(record.spec().id.clone(), record);
+                self.leases.lock().insert(record);
             } else {
                 rest.push(record);
             }
         }
         Ok(rest)
-    }
-
-    fn has_all(&self, record: &LeaseRecord) -> bool {
-        let stack = &record.info.stack;
-        let mut there: BTreeSet<_> = self.generated.lock().values().cloned().collect();
-        for layer in &stack.layers {
-            match &self.slot(*layer).lock().up {
-                Some(up) => there.insert(up.mountpoint.clone()),
-                None => return false,
-            };
-        }
-        stack.lowers.iter().all(|path| there.contains(path))
     }
 
     /// Whether the node went on with the mounts of another process.

@@ -65,6 +65,26 @@ fn process_start(pid: u32) -> Option<u64> {
     fields.nth(18)?.parse().ok()
 }
 
+/// How long a lease lives, beside what its owner said.
+#[derive(Debug, Clone)]
+pub(super) struct Life {
+    boot: String,
+    process_start: Option<u64>,
+}
+
+impl Life {
+    /// Whether anybody can still be using the stack.
+    pub(super) fn is_alive(&self, spec: &LeaseSpec, boot: &str) -> bool {
+        self.boot == boot
+            && match spec.pid {
+                None => true,
+                Some(pid) => {
+                    self.process_start.is_some() && process_start(pid) == self.process_start
+                }
+            }
+    }
+}
+
 impl Record {
     pub(super) fn new(info: LeaseInfo, boot: &str) -> Self {
         let process_start = info.spec.pid.and_then(process_start);
@@ -78,13 +98,28 @@ impl Record {
 
     /// Whether anybody can still be using the stack.
     pub(super) fn is_alive(&self, boot: &str) -> bool {
-        self.boot == boot
-            && match self.info.spec.pid {
-                None => true,
-                Some(pid) => {
-                    self.process_start.is_some() && process_start(pid) == self.process_start
-                }
-            }
+        let life = Life {
+            boot: self.boot.clone(),
+            process_start: self.process_start,
+        };
+        life.is_alive(&self.info.spec, boot)
+    }
+
+    pub(super) fn into_parts(self) -> (Life, LeaseInfo) {
+        let life = Life {
+            boot: self.boot,
+            process_start: self.process_start,
+        };
+        (life, self.info)
+    }
+
+    pub(super) fn from_parts(life: Life, info: LeaseInfo) -> Self {
+        Self {
+            format: FORMAT,
+            boot: life.boot,
+            process_start: life.process_start,
+            info,
+        }
     }
 
     pub(super) fn spec(&self) -> &LeaseSpec {

@@ -23,6 +23,7 @@
 
 mod adopt;
 mod backing;
+mod book;
 mod caches;
 mod layer;
 mod learn;
@@ -38,7 +39,7 @@ mod sweep;
 mod trace;
 mod types;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::io::{Read, Seek, Write};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
@@ -63,6 +64,7 @@ use crate::peers::PeerLink;
 use crate::record::Recordings;
 use crate::sync::{AtomicBool, AtomicU64, Condvar, Mutex, Ordering, RwLock};
 
+use book::Book;
 use layer::{Slot, StoreRef};
 use learn::Learner;
 use lease::Record;
@@ -110,7 +112,7 @@ pub struct Node {
     stacking: RwLock<()>,
     slots: Mutex<HashMap<LayerId, Arc<Mutex<Slot>>>>,
     generated: Mutex<HashMap<Digest, PathBuf>>,
-    leases: Mutex<BTreeMap<String, Record>>,
+    leases: Mutex<Book>,
     store_leases: StoreLeases,
     problems: Mutex<Vec<String>>,
     /// What was found of former lives.
@@ -222,6 +224,7 @@ impl Node {
         let learner = Learner::new(&root);
         let pins = caches::load_pins(&root, &mut problems);
         let node = Arc::new(Self {
+            leases: Mutex::new(Book::new(root.join("layers"))),
             root,
             backing: backing::Backing::new(config.erofs),
             config,
@@ -238,7 +241,6 @@ impl Node {
             stacking: RwLock::new(()),
             slots: Mutex::new(HashMap::new()),
             generated: Mutex::new(HashMap::new()),
-            leases: Mutex::new(BTreeMap::new()),
             store_leases,
             problems: Mutex::new(problems),
             swept: Mutex::new(swept),
@@ -373,7 +375,7 @@ impl Node {
                 Record::remove(&leases_dir, &id)?;
                 continue;
             }
-            self.leases.lock().insert(id.clone(), record.clone());
+            self.leases.lock().insert(record.clone());
             if let Err(e) = self.restore_lease(&record) {
                 self.problem(format!("lease {id} cannot be served: {e}"));
             }
@@ -397,13 +399,7 @@ impl Node {
     /// One round of housekeeping: ends leases of dead processes, unmounts what is idle beyond
     /// the limit, makes the caches' state durable.
     pub fn tidy(&self) {
-        let dead: Vec<String> = self
-            .leases
-            .lock()
-            .values()
-            .filter(|record| record.spec().pid.is_some() && !record.is_alive(&self.boot_text))
-            .map(|record| record.spec().id.clone())
-            .collect();
+        let dead = self.leases.lock().dead(&self.boot_text);
         for id in dead {
             if let Err(e) = self.release(&id) {
                 self.problem(format!(

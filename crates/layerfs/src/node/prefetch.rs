@@ -109,7 +109,7 @@ impl Node {
             .leases
             .lock()
             .get(lease)
-            .map(|record| record.info.stack.layers.clone())
+            .map(|info| info.stack.layers)
             .ok_or_else(|| LayerfsError::UnknownLease {
                 id: lease.to_owned(),
             })?;

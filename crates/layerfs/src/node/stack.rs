@@ -1,7 +1,6 @@
 //! Stacks and leases: which layers are wanted, by whom, and the generated layer of resolved
 //! directories on top.
 
-use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -59,14 +58,14 @@ impl Node {
                 what: "a stack needs at least one layer".to_owned(),
             });
         }
-        if let Some(record) = self.leases.lock().get(&lease.id) {
-            if record.info.manifests != manifests {
+        if let Some(info) = self.leases.lock().get(&lease.id) {
+            if info.manifests != manifests {
                 return Err(LayerfsError::LeaseTaken {
                     id: lease.id.clone(),
                 });
             }
-            if !record.info.stack.lowers.is_empty() {
-                return Ok(record.info.stack.clone());
+            if !info.stack.lowers.is_empty() {
+                return Ok(info.stack);
             }
         }
         let store = StoreRef::Open(store.clone());
@@ -85,19 +84,20 @@ impl Node {
         // Held before the layers come up, so that nobody takes them down in between.
         self.leases
             .lock()
-            .insert(lease.id.clone(), Record::new(info, &self.boot_text));
+            .insert(Record::new(info, &self.boot_text));
         let result = self
             .bring_stack_up(&store, parsed, manifests)
             .and_then(|lowers| {
                 let record = {
                     let mut leases = self.leases.lock();
-                    let Some(record) = leases.get_mut(&lease.id) else {
+                    let Some(mut record) = leases.record(&lease.id) else {
                         return Err(LayerfsError::UnknownLease {
                             id: lease.id.clone(),
                         });
                     };
                     record.info.stack.lowers = lowers;
-                    record.clone()
+                    leases.insert(record.clone());
+                    record
                 };
                 record.save(&self.root.join("leases"))?;
                 self.learn_begin(&record.info);
@@ -287,17 +287,17 @@ impl Node {
         check_id(id)?;
         self.prefetches.cancel(id);
         self.learn_end(id);
-        let known = self.leases.lock().contains_key(id);
+        let known = self.leases.lock().contains(id);
         if !known {
             return Err(LayerfsError::UnknownLease { id: id.to_owned() });
         }
         // First on disk: a lease that is gone must not come back after a crash.
         Record::remove(&self.root.join("leases"), id)?;
-        let Some(record) = self.leases.lock().remove(id) else {
+        let Some(free) = self.leases.lock().remove(id) else {
             return Ok(());
         };
         let now = Instant::now();
-        for layer in record.info.stack.layers {
+        for layer in free {
             let slot = self.slot(layer);
             // Not waited for: whoever has it locked brings it up for another lease.
             if let Some(mut slot) = slot.try_lock()
@@ -313,27 +313,11 @@ impl Node {
     /// Leases held now, in order of their names.
     #[must_use]
     pub fn leases(&self) -> Vec<LeaseInfo> {
-        self.leases
-            .lock()
-            .values()
-            .map(|record| record.info.clone())
-            .collect()
-    }
-
-    /// Layers that leases hold.
-    pub(super) fn leased(&self) -> BTreeSet<LayerId> {
-        self.leases
-            .lock()
-            .values()
-            .flat_map(|record| record.info.stack.layers.iter().copied())
-            .collect()
+        self.leases.lock().infos()
     }
 
     pub(super) fn is_leased(&self, layer: LayerId) -> bool {
-        self.leases
-            .lock()
-            .values()
-            .any(|record| record.info.stack.layers.contains(&layer))
+        self.leases.lock().count(layer) > 0
     }
 
     /// Unmounts idle layers beyond the configured number, those first that were idle longest,
@@ -343,23 +327,19 @@ impl Node {
         let Some(_alone) = self.stacking.try_write() else {
             return;
         };
-        let held: BTreeSet<PathBuf> = self
-            .leases
-            .lock()
-            .values()
-            .flat_map(|record| record.info.stack.lowers.iter().cloned())
-            .collect();
         self.generated.lock().retain(|_, mountpoint| {
-            held.contains(mountpoint) || !matches!(unmount_busy(mountpoint, false), Ok(true))
+            let held = self.leases.lock().holds(mountpoint);
+            held || !matches!(unmount_busy(mountpoint, false), Ok(true))
         });
-        let leased = self.leased();
-        let slots: Vec<_> = self
-            .slots
-            .lock()
-            .iter()
-            .filter(|(id, _)| !leased.contains(id))
-            .map(|(id, slot)| (*id, std::sync::Arc::clone(slot)))
-            .collect();
+        let slots: Vec<_> = {
+            let slots = self.slots.lock();
+            let leases = self.leases.lock();
+            slots
+                .iter()
+                .filter(|(id, _)| leases.count(**id) == 0)
+                .map(|(id, slot)| (*id, std::sync::Arc::clone(slot)))
+                .collect()
+        };
         let mut idle: Vec<(Instant, LayerId)> = slots
             .into_iter()
             .filter_map(|(id, slot)| Some((slot.lock().up.as_ref()?.idle_since, id)))

@@ -159,12 +159,7 @@ impl Node {
         digest: Digest,
         mounted: bool,
     ) -> LayerStatus {
-        let leases = self
-            .leases
-            .lock()
-            .values()
-            .filter(|record| record.info.stack.layers.contains(&id))
-            .count();
+        let leases = self.leases.lock().count(id);
         let mut status = LayerStatus {
             layer_id: id,
             reference: manifest.reference().to_string(),

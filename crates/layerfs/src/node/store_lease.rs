@@ -132,12 +132,9 @@ impl Node {
 
     /// What is leased or mounted from a store now.
     fn held_from(&self, url: &str) -> BTreeSet<Digest> {
-        let mut held = BTreeSet::new();
-        for info in self.leases() {
-            if info.store == url {
-                held.extend(info.manifests);
-            }
-        }
+        let mut leased = BTreeMap::new();
+        self.leases.lock().by_store(&mut leased);
+        let mut held = leased.remove(url).unwrap_or_default();
         let slots: Vec<_> = self.slots.lock().values().map(Arc::clone).collect();
         for slot in slots {
             // One that is locked is coming up, and is named by who brings it up.
@@ -177,10 +174,7 @@ impl Node {
                 of_store.insert(up.manifest_digest);
             }
         }
-        for info in self.leases() {
-            let of_store = mounted.entry(info.store).or_default();
-            of_store.extend(info.manifests);
-        }
+        self.leases.lock().by_store(&mut mounted);
         for (url, manifests) in mounted {
             let store = StoreRef::Address(url.clone());
             let Some(lease) = self.store_lease(&store) else {
