@@ -253,8 +253,9 @@ impl Ground<'_> {
         self.origin.relay().delay(0);
         let mut node = self.fresh("node")?;
         let target = node.place("all");
-        node.mount(&STACK, &target, &["--prefetch", "none"])?;
+        node.mount(&STACK, &target, &["--prefetch", "all"])?;
         measure::warm(&target)?;
+        node.wait_until_whole()?;
         node.umount(&target)?;
         let mut starts = Starts::default();
         for _ in 0..rounds {

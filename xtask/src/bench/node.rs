@@ -279,6 +279,24 @@ impl Node {
         Ok(Metrics::parse(&self.get("/metrics")?))
     }
 
+    /// Waits until the daemon knows that it has all of each layer, so that the kernel reads by itself.
+    pub(super) fn wait_until_whole(&self) -> Result<()> {
+        let begun = Instant::now();
+        loop {
+            let mut whole = true;
+            for entry in fs_err::read_dir(self.root.join("cache"))? {
+                whole &= entry?.path().join("whole").exists();
+            }
+            if whole {
+                return Ok(());
+            }
+            if begun.elapsed() > Duration::from_secs(60) {
+                bail!("{} does not get whole", self.root.display());
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
     /// The directory in which the node caches one layer; there must be just one.
     ///
     /// # Errors

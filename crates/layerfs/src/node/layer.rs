@@ -354,10 +354,6 @@ impl Node {
         mount::attach(std::os::fd::AsFd::as_fd(&fd), mountpoint)?;
         // An open descriptor of the mount would keep it busy.
         drop(fd);
-        // The root directory comes from the metadata file: this asks nothing of our own FUSE.
-        if let Ok(stat) = rustix::fs::stat(mountpoint) {
-            super::set_read_ahead(stat.st_dev, self.config.read_ahead_kb);
-        }
         Ok(())
     }
 

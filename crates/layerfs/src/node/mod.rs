@@ -655,11 +655,7 @@ fn serve_blobs(
     Ok((session, device, copies))
 }
 
-/// Sets a mount's readahead; the kernel's own is 128 KiB, and FUSE cannot ask for more.
-fn set_read_ahead(device: u64, kib: u32) {
-    write_read_ahead(rustix::fs::major(device), rustix::fs::minor(device), kib);
-}
-
+/// Sets a mount's readahead: FUSE cannot ask for more than the 128 KiB that it begins with.
 fn write_read_ahead(major: u32, minor: u32, kib: u32) {
     let path = format!("/sys/class/bdi/{major}:{minor}/read_ahead_kb");
     if let Err(e) = fs_err::write(&path, kib.to_string()) {

@@ -32,7 +32,7 @@ pub struct NodeConfig {
     pub open_mode: OpenMode,
     /// How layers are mounted.
     pub erofs: ErofsBacking,
-    /// Readahead of the mounts, in KiB.
+    /// Readahead of the kernel in data files, in KiB, beside its own in the files that lie in them.
     pub read_ahead_kb: u32,
     /// Layers without a lease that stay mounted, so that their next user finds them warm.
     pub idle_layers: usize,
@@ -71,7 +71,7 @@ impl NodeConfig {
             fetch: FetchConfig::RECOMMENDED,
             open_mode: OpenMode::Cached,
             erofs: ErofsBacking::Auto,
-            read_ahead_kb: 1024,
+            read_ahead_kb: 128,
             idle_layers: 64,
             fill_bytes_per_second: Some(64 << 20),
             learn: Some(Duration::from_secs(60)),
