@@ -135,10 +135,19 @@ pub(crate) enum Command {
     Push(PushArgs),
     /// Copy layers from another store to the store
     Pull(PullArgs),
+    ///
+    /// Only what the target lacks moves, as it is stored. A frame that layers share moves whole, and can
+    /// hold what was removed before a layer was built: see --reframe.
     /// Copy layers between two other stores
     Copy(CopyArgs),
+    ///
+    /// Only what the store lacks moves, as it is stored. A frame that layers share moves whole: see
+    /// --reframe.
     /// Show how two layers or stacks differ
     Diff(DiffArgs),
+    ///
+    /// Only what the target lacks moves, as it is stored. A frame that layers share moves whole, and can
+    /// hold what was removed before a layer was built: see --reframe.
     /// Show what layers take up and share
     Du(DuArgs),
     /// Write a file of a layer or stack to standard output

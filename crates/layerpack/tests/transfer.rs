@@ -64,6 +64,15 @@ fn layers_are_pushed_pulled_and_copied() {
     );
     node.ok(["--store", &third, "pull", "workspace/w:1", "--from", &other]);
     node.ok(["--store", &third, "verify", "workspace/w:1"]);
+
+    // The second version shares a frame with the first; alone it takes nothing of it along.
+    let alone = node.scratch.join("alone").display().to_string();
+    let line = ["push", "workspace/w:2", "--reframe", "--to", &alone];
+    assert_eq!(
+        node.json(line)["layers"][0]["digest"],
+        second["layers"][1]["digest"]
+    );
+    node.ok(["--store", &alone, "verify", "--all", "--read-data"]);
 }
 
 #[test]

@@ -99,6 +99,7 @@ fn move_layers(
     let reporter = Reporter::new("copy", context);
     let report = transfer(from, to, &layers, &options, &mut |step| match step {
         TransferStep::Layer { reference, bytes } => {
+    options.reframe = args.reframe;
             reporter.phase(&format!("{reference}, {} to move", human_bytes(bytes)));
         }
         TransferStep::Moved(bytes) => reporter.bytes(bytes),
