@@ -179,6 +179,16 @@ fn remedy(error: &anyhow::Error, line: &str) -> Option<&'static str> {
             "make it writable, or choose another place (--store for layers, --root for the node's state)",
             &["may be written", "make it writable"][..],
         ),
+        io::ErrorKind::ConnectionRefused
+        | io::ErrorKind::ConnectionReset
+        | io::ErrorKind::ConnectionAborted
+            if line.contains(" in store ") =>
+        {
+            (
+                "check the address, and that its server runs and can be reached from here",
+                &["check the address", "check the connection"][..],
+            )
+        }
         _ => return None,
     };
     (!told.iter().any(|words| line.contains(words))).then_some(remedy)
@@ -228,6 +238,10 @@ mod tests {
         // EROFS
         let error = line(30, "cannot write refs/base/a/1 in store file:///s");
         assert!(error.contains("--store"), "{error}");
+        // ECONNREFUSED: of a store, not of anything else that is connected to.
+        let error = line(111, "cannot read layerpack.json in store http://h/x");
+        assert!(error.contains("can be reached"), "{error}");
+        assert!(!line(111, "cannot connect to daemon.sock").contains("reached"));
         // One that says it itself, and one that there is nothing to say about (EIO).
         let told = "cannot use it (run as root, or choose another --root)";
         assert!(line(13, told).ends_with(")"), "{}", line(13, told));

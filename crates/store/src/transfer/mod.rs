@@ -176,7 +176,7 @@ fn has_layer(target: &LayerStore, digest: &Digest, manifest: &Manifest) -> Resul
             existing,
             new: *digest,
         }),
-        Err(StoreError::UnknownReference { .. }) => Ok(false),
+        Err(StoreError::UnknownReference { .. } | StoreError::NoStore { .. }) => Ok(false),
         Err(error) => Err(error),
     }
 }
