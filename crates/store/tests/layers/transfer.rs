@@ -231,6 +231,23 @@ fn parents_of_diffs_come_first() {
     let layers = select(&from, &selection).unwrap();
     transfer(&from, &alone, &layers, &settings(), &mut |_| {}).unwrap();
     assert_eq!(alone.list().unwrap().len(), 1);
+    // Whoever verifies is told what it cannot be mounted without.
+    let report = alone.verify(&reference("diff/y:1")).unwrap();
+    assert!(report.is_ok(), "{:?}", report.damaged);
+    assert_eq!(report.missing_parents, ["diff/x:1"]);
+    assert_eq!(report.warnings.len(), 1, "{:?}", report.warnings);
+    assert!(report.warnings[0].contains("parent diff/x:1"));
+    let audit = alone.audit(true).unwrap();
+    assert!(audit.damaged.is_empty(), "{:?}", audit.damaged);
+    assert_eq!(audit.layers[0].missing_parents, ["diff/x:1"]);
+    assert!(audit.warnings.iter().any(|w| w.contains("parent diff/x:1")));
+    for name in ["base/a:1", "diff/x:1", "diff/y:1"] {
+        let report = to.verify(&reference(name)).unwrap();
+        assert!(report.missing_parents.is_empty() && report.warnings.is_empty());
+    }
+    let audit = to.audit(true).unwrap();
+    assert!(audit.warnings.is_empty(), "{:?}", audit.warnings);
+    assert!(audit.layers.iter().all(|l| l.missing_parents.is_empty()));
     let all = Selection {
         all: true,
         ..Selection::default()
