@@ -49,15 +49,22 @@ pub(crate) fn of_options(error: PackError) -> anyhow::Error {
 fn is_usage(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| {
         cause.is::<Usage>()
-            || matches!(
-                cause.downcast_ref::<StoreError>(),
-                Some(StoreError::InvalidReference { .. } | StoreError::InvalidUrl { .. })
-            )
-            || matches!(
-                cause.downcast_ref::<PackError>(),
-                Some(PackError::InvalidSource { .. })
-            )
+            || cause.downcast_ref::<StoreError>().is_some_and(of_names)
+            || match cause.downcast_ref::<PackError>() {
+                Some(PackError::InvalidSource { .. }) => true,
+                // It shows its cause as itself, which so is none in the chain.
+                Some(PackError::Store(error)) => of_names(error),
+                _ => false,
+            }
     })
+}
+
+/// Whether what the store says is about a name or an address as it was given.
+fn of_names(error: &StoreError) -> bool {
+    matches!(
+        error,
+        StoreError::InvalidReference { .. } | StoreError::InvalidUrl { .. }
+    )
 }
 
 /// A failed command: what went wrong and the code to exit with.
@@ -249,6 +256,21 @@ mod tests {
         // The same through a library that wraps the system's error.
         let wrapped = io::Error::new(io::ErrorKind::StorageFull, "failed to write /node/x");
         assert!(one_line(&wrapped.into()).contains("free space"));
+    }
+
+    #[test]
+    fn a_bad_address_is_wrong_usage_wherever_it_is_found_out() {
+        let bad = || StoreError::InvalidUrl {
+            url: "x".to_owned(),
+            why: "y".to_owned(),
+        };
+        assert!(is_usage(&bad().into()));
+        assert!(is_usage(&PackError::from(bad()).into()));
+        assert!(is_usage(&anyhow::Error::from(bad()).context("building")));
+        let gone = StoreError::NoStore {
+            store: "x".to_owned(),
+        };
+        assert!(!is_usage(&PackError::from(gone).into()));
     }
 
     #[test]
