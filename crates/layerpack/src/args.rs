@@ -118,6 +118,9 @@ pub(crate) enum Command {
     /// Show a layer, or the conflicts of a stack of layers
     Inspect(InspectArgs),
     /// Read every byte of a layer, or of a whole store, and check it
+    ///
+    /// Damage, and with --signed a missing signature, exit with 1. That a layer is not there which
+    /// another was made on is a warning: every byte is right, but a diff cannot be mounted without it.
     Verify(VerifyArgs),
     /// Make and show keys that sign layers
     Key(KeyArgs),
@@ -132,10 +135,19 @@ pub(crate) enum Command {
     /// Make lost indexes and locators again
     Repair(RepairArgs),
     /// Copy layers from the store to another
+    ///
+    /// Only what the target lacks moves, as it is stored. A frame that layers share moves whole, and can
+    /// hold what was removed before a layer was built: see --reframe.
     Push(PushArgs),
     /// Copy layers from another store to the store
+    ///
+    /// Only what the store lacks moves, as it is stored. A frame that layers share moves whole: see
+    /// --reframe.
     Pull(PullArgs),
     /// Copy layers between two other stores
+    ///
+    /// Only what the target lacks moves, as it is stored. A frame that layers share moves whole, and can
+    /// hold what was removed before a layer was built: see --reframe.
     Copy(CopyArgs),
     /// Show how two layers or stacks differ
     Diff(DiffArgs),
@@ -267,12 +279,13 @@ pub(crate) struct VerifyArgs {
     #[arg(required_unless_present = "all", value_name = "REF")]
     pub(crate) refs: Vec<String>,
     /// Check everything in the store
-    #[arg(long, conflicts_with_all = ["refs", "signed"])]
+    #[arg(long, conflicts_with = "refs")]
     pub(crate) all: bool,
     /// With --all: read the data of all packs too
     #[arg(long, requires = "all")]
     pub(crate) read_data: bool,
-    /// Also ask for a good signature of each layer, by any key or by one of --key
+    /// Also ask for a good signature of each layer, by any key or by one of --key; with --all of
+    /// every layer that the store holds
     #[arg(long)]
     pub(crate) signed: bool,
     /// A public key, as text or a key file, that counts for --signed (repeatable)

@@ -1,7 +1,9 @@
 //! What every command starts from: format, node root, store.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context as _, bail};
 use layerpack_store::{LayerStore, ReadCacheOptions};
@@ -9,7 +11,7 @@ use layerpack_store::{LayerStore, ReadCacheOptions};
 use crate::args::Global;
 use crate::client::{self, Client};
 use crate::failure::usage;
-use crate::output::Format;
+use crate::output::{Format, warning};
 use crate::stores;
 
 /// The variable that names the store.
@@ -29,6 +31,8 @@ pub(crate) struct Context {
     /// The store was named, by an option or the environment.
     is_named: bool,
     cache_dir: Option<PathBuf>,
+    /// Warnings about stores that were printed.
+    told: Mutex<BTreeSet<String>>,
 }
 
 impl Context {
@@ -70,6 +74,7 @@ impl Context {
             store_url,
             is_named,
             cache_dir,
+            told: Mutex::default(),
         })
     }
 
@@ -109,13 +114,10 @@ impl Context {
     }
 
     fn must_be(&self, store: &LayerStore) -> anyhow::Result<()> {
-        if !self.is_named || store.exists()? {
-            return Ok(());
+        if self.is_named {
+            store.must_exist()?;
         }
-        bail!(
-            "there is no store at {}: it has no layerpack.json and no layers; check the address, or build or push a layer there first",
-            store.url()
-        );
+        Ok(())
     }
 
     /// Opens the store for a command that only looks: manifests, metadata and maps of a remote one
@@ -126,7 +128,9 @@ impl Context {
             dir: dir.join("objects"),
             max_bytes: MAX_OBJECTS,
         });
-        Ok(LayerStore::new(stores::open_store(&self.store_url, cache)?))
+        let store = LayerStore::new(stores::open_store(&self.store_url, cache)?);
+        self.tell_passed_over(&store);
+        Ok(store)
     }
 
     /// The same for a command that shows all there is, for which a store must be there.
@@ -143,10 +147,24 @@ impl Context {
 
     fn open(&self, url: &str) -> anyhow::Result<LayerStore> {
         let store = LayerStore::new(stores::open_store(url, None)?);
+        self.tell_passed_over(&store);
         Ok(match self.cache_dir() {
             Some(dir) => store.with_index_cache(dir.join("index")),
             None => store,
         })
+    }
+
+    /// Warns once of each address that is no store and comes before one that is.
+    fn tell_passed_over(&self, store: &LayerStore) {
+        if !self.says_warnings() {
+            return;
+        }
+        for line in store.blobs().passed_over() {
+            let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+            if told.insert(line.clone()) {
+                warning(&line);
+            }
+        }
     }
 
     /// A client of this node's daemon, which is started if it does not run.

@@ -49,15 +49,22 @@ pub(crate) fn of_options(error: PackError) -> anyhow::Error {
 fn is_usage(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| {
         cause.is::<Usage>()
-            || matches!(
-                cause.downcast_ref::<StoreError>(),
-                Some(StoreError::InvalidReference { .. } | StoreError::InvalidUrl { .. })
-            )
-            || matches!(
-                cause.downcast_ref::<PackError>(),
-                Some(PackError::InvalidSource { .. })
-            )
+            || cause.downcast_ref::<StoreError>().is_some_and(of_names)
+            || match cause.downcast_ref::<PackError>() {
+                Some(PackError::InvalidSource { .. }) => true,
+                // It shows its cause as itself, which so is none in the chain.
+                Some(PackError::Store(error)) => of_names(error),
+                _ => false,
+            }
     })
+}
+
+/// Whether what the store says is about a name or an address as it was given.
+fn of_names(error: &StoreError) -> bool {
+    matches!(
+        error,
+        StoreError::InvalidReference { .. } | StoreError::InvalidUrl { .. }
+    )
 }
 
 /// A failed command: what went wrong and the code to exit with.
@@ -179,6 +186,16 @@ fn remedy(error: &anyhow::Error, line: &str) -> Option<&'static str> {
             "make it writable, or choose another place (--store for layers, --root for the node's state)",
             &["may be written", "make it writable"][..],
         ),
+        io::ErrorKind::ConnectionRefused
+        | io::ErrorKind::ConnectionReset
+        | io::ErrorKind::ConnectionAborted
+            if line.contains(" in store ") =>
+        {
+            (
+                "check the address, and that its server runs and can be reached from here",
+                &["check the address", "check the connection"][..],
+            )
+        }
         _ => return None,
     };
     (!told.iter().any(|words| line.contains(words))).then_some(remedy)
@@ -228,6 +245,10 @@ mod tests {
         // EROFS
         let error = line(30, "cannot write refs/base/a/1 in store file:///s");
         assert!(error.contains("--store"), "{error}");
+        // ECONNREFUSED: of a store, not of anything else that is connected to.
+        let error = line(111, "cannot read layerpack.json in store http://h/x");
+        assert!(error.contains("can be reached"), "{error}");
+        assert!(!line(111, "cannot connect to daemon.sock").contains("reached"));
         // One that says it itself, and one that there is nothing to say about (EIO).
         let told = "cannot use it (run as root, or choose another --root)";
         assert!(line(13, told).ends_with(")"), "{}", line(13, told));
@@ -235,6 +256,21 @@ mod tests {
         // The same through a library that wraps the system's error.
         let wrapped = io::Error::new(io::ErrorKind::StorageFull, "failed to write /node/x");
         assert!(one_line(&wrapped.into()).contains("free space"));
+    }
+
+    #[test]
+    fn a_bad_address_is_wrong_usage_wherever_it_is_found_out() {
+        let bad = || StoreError::InvalidUrl {
+            url: "x".to_owned(),
+            why: "y".to_owned(),
+        };
+        assert!(is_usage(&bad().into()));
+        assert!(is_usage(&PackError::from(bad()).into()));
+        assert!(is_usage(&anyhow::Error::from(bad()).context("building")));
+        let gone = StoreError::NoStore {
+            store: "x".to_owned(),
+        };
+        assert!(!is_usage(&PackError::from(gone).into()));
     }
 
     #[test]

@@ -25,8 +25,10 @@ pub(crate) fn start(verbose: u8, quiet: bool, daemon: bool) {
         _ => level,
     };
     let others = if quiet { "error" } else { "warn" };
+    // Of credentials that it does not find it warns at length; the error that follows says it too.
+    let aws = if verbose == 0 { "error" } else { others };
     let default = format!(
-        "{others},layerpack={level},layerpack_store={store},layerpack_packer={level},layerpack_layerfs={level},layerpack_runtime={level},layerpack_sys={level}"
+        "{others},aws_config={aws},layerpack={level},layerpack_store={store},layerpack_packer={level},layerpack_layerfs={level},layerpack_runtime={level},layerpack_sys={level}"
     );
     let filter = EnvFilter::try_from_env(VARIABLE).unwrap_or_else(|_| EnvFilter::new(default));
     let builder = tracing_subscriber::fmt()

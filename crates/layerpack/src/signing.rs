@@ -1,6 +1,6 @@
 //! Key files, and signing what was published.
 
-use std::io::Write as _;
+use std::io::{Read as _, Write as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
@@ -8,6 +8,7 @@ use anyhow::{Context as _, bail};
 use layerpack_store::{Digest, LayerStore, PublicKey, SigningKey};
 
 use crate::args::SignWithArgs;
+use crate::failure::usage;
 
 /// Largest key file in bytes.
 const MAX_KEY_FILE: u64 = 64 << 10;
@@ -40,6 +41,16 @@ pub(crate) fn secret(path: &Path) -> anyhow::Result<SigningKey> {
     if !meta.is_file() || meta.len() > MAX_KEY_FILE {
         bail!("{} is no key file", path.display());
     }
+    let text = std::io::read_to_string(file.take(MAX_KEY_FILE))
+        .with_context(|| format!("{} is no key file", path.display()))?;
+    if text.parse::<PublicKey>().is_ok() {
+        return Err(usage(format!(
+            "{} holds a public key, and a secret one is needed: name the file that `layerpack key generate` wrote beside it, without .pub",
+            path.display()
+        )));
+    }
+    let key =
+        SigningKey::from_text(&text).with_context(|| format!("cannot use {}", path.display()))?;
     let caller = rustix::process::geteuid();
     if meta.mode() & 0o077 != 0 || (meta.uid() != caller.as_raw() && !caller.is_root()) {
         bail!(
@@ -47,8 +58,7 @@ pub(crate) fn secret(path: &Path) -> anyhow::Result<SigningKey> {
             path.display()
         );
     }
-    let text = std::io::read_to_string(file)?;
-    SigningKey::from_text(&text).with_context(|| format!("cannot use {}", path.display()))
+    Ok(key)
 }
 
 /// The public key of a key file of either sort.
@@ -62,6 +72,24 @@ pub(crate) fn public(path: &Path) -> anyhow::Result<PublicKey> {
         Ok(key) => Ok(key),
         Err(_) => secret(path).map(|key| key.public()),
     }
+}
+
+/// The public keys that a command line names, each as text or by its key file.
+pub(crate) fn trusted(texts: &[String]) -> anyhow::Result<Vec<PublicKey>> {
+    let key = |text: &String| {
+        if let Ok(key) = text.parse::<PublicKey>() {
+            return Ok(key);
+        }
+        let path = Path::new(text);
+        // What is no file may be a secret, and is not repeated.
+        if !path.exists() {
+            return Err(usage(
+                "a key is neither a public key (ed25519: and 64 hex digits) nor a key file that is there; `layerpack key show FILE` shows a file's public key",
+            ));
+        }
+        public(path)
+    };
+    texts.iter().map(key).collect()
 }
 
 /// Writes a new key and its public half beside it; neither file may exist.

@@ -239,6 +239,16 @@ fn a_store_that_is_not_there_is_not_empty() {
             &["gc"],
             &["prune"],
             &["verify", "--all"],
+            &["verify", "base/a:1"],
+            &["inspect", "base/a:1"],
+            &["find", "base/a:1"],
+            &["inspect", "base/a@latest"],
+            &["rm", "base/a:1"],
+            &["tag"],
+            &["untag", "base/a@latest"],
+            &["profile", "ls"],
+            &["profile", "show", "x"],
+            &["snapshot", "ls"],
         ] {
             let mut arguments = vec!["--store", store.to_str().unwrap()];
             arguments.extend(command);

@@ -110,6 +110,9 @@ fn privileged_what_a_command_reads_is_recorded_and_seeded() {
     assert!(!unused.status.success());
     let text = other.ok(["--store", &site, "verify", "workspace/w:1"]);
     assert!(text.contains("only a part"), "{text}");
+    let text = other.ok(["--store", &site, "inspect", "workspace/w:1"]);
+    let line = text.lines().find(|line| line.starts_with("part "));
+    assert!(line.is_some_and(|l| l.contains("in this store")), "{text}");
     let error = one_line(
         &other,
         &["--store", &site, "cat", "workspace/w:1", "srv/unused"],
@@ -117,6 +120,7 @@ fn privileged_what_a_command_reads_is_recorded_and_seeded() {
     assert!(error.contains("has only a part"), "{error}");
     other.ok(["daemon", "stop", "--force"]);
     let both = format!("file://{site},file://{}", node.store().display());
+    other.ok(["--store", &both, "verify", "--all", "--read-data"]);
     let unused = run(&both, "unused");
     assert!(unused.status.success(), "{}", describe(&unused));
     assert!(unused.stdout == fs_err::read(node.scratch.join("work/srv/unused")).unwrap());

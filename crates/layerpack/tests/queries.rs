@@ -132,7 +132,10 @@ fn entries_are_found() {
     assert_eq!(stack[0]["size"], 5);
     let error = node.fails(2, ["find", "base/os:1", "--type", "x"]);
     assert!(error.contains("fdlcbpsw"), "{error}");
-    node.refuses(["find", "base/os:1", "[a"]);
+    for pattern in [&["[a"][..], &["--name", "[a"]] {
+        let error = node.fails(2, ["find", "base/os:1"].iter().chain(pattern));
+        assert!(error.contains("[a"), "{error}");
+    }
     assert_eq!(
         node.run(["find", "base/os:1", "--size", "big"])
             .status

@@ -49,8 +49,20 @@ fn a_key_is_made_once_and_is_its_owners_alone() {
     fs_err::set_permissions(&file, std::fs::Permissions::from_mode(0o640)).unwrap();
     let error = node.fails(1, ["sign", "base/a:1", "--key", file.to_str().unwrap()]);
     assert!(error.contains("chmod 600"), "{error}");
-    let error = node.fails(1, ["sign", "base/a:1", "--key", beside.to_str().unwrap()]);
-    assert!(!error.contains("panicked"), "{error}");
+    // The public half, or what is no key at all, is not taken for a secret that leaked.
+    let error = node.fails(2, ["sign", "base/a:1", "--key", beside.to_str().unwrap()]);
+    assert!(
+        error.contains("holds a public key") && !error.contains("chmod"),
+        "{error}"
+    );
+    let text = node.scratch.write("text", "hello\n").unwrap();
+    for command in [&["sign", "base/a:1", "--key"][..], &["key", "show"]] {
+        let error = node.fails(1, command.iter().copied().chain([text.to_str().unwrap()]));
+        assert!(
+            error.contains("not a key") && !error.contains("chmod"),
+            "{error}"
+        );
+    }
 }
 
 #[test]
@@ -113,6 +125,56 @@ fn what_is_signed_is_shown_and_can_be_asked_for() {
         ],
     );
     node.fails(1, ["inspect", "base/b:1"]);
+}
+
+/// The whole store: every layer that it has is to be signed, and those that are not are named.
+#[test]
+fn a_whole_store_is_asked_for_signatures() {
+    let (node, file, public) = prepared("sign-all");
+    let file = file.to_str().unwrap();
+    let source = node.scratch.join("source");
+    node.build("toolkit/t:1", &source, &["--sign", file]);
+    let (foreign, other) = key(&node, "foreign");
+    let fails = |line: &[&str]| {
+        let output = node.run(line);
+        assert_eq!(output.status.code(), Some(1), "{line:?}");
+        let told = String::from_utf8(output.stderr).unwrap();
+        let shown = String::from_utf8(output.stdout).unwrap();
+        assert!(shown.contains("toolkit/t:1 is whole"), "{shown}");
+        told
+    };
+    let error = fails(&["verify", "--all", "--signed"]);
+    assert!(
+        error.contains("error: base/a:1 has no good signature:"),
+        "{error}"
+    );
+    let output = node.run(["-o", "json", "verify", "--all", "--signed"]);
+    assert_eq!(output.status.code(), Some(1));
+    let document: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(document["unsigned"], serde_json::json!(["base/a:1"]));
+    assert_eq!(document["layers"].as_array().unwrap().len(), 2);
+
+    node.ok(["sign", "base/a:1", "--key", foreign.to_str().unwrap()]);
+    node.ok(["verify", "--all", "--read-data", "--signed"]);
+    let error = fails(&["verify", "--all", "--signed", "--key", &public]);
+    assert!(
+        error.contains("error: base/a:1 has no good signature by the keys given"),
+        "{error}"
+    );
+    let document = node.json([
+        "verify", "--all", "--signed", "--key", &public, "--key", &other,
+    ]);
+    assert_eq!(document["unsigned"], serde_json::json!([]));
+    assert!(node.json(["verify", "--all"]).get("unsigned").is_none());
+    let shown = node.json(["verify", "--signed", "--key", &other, "base/a:1"]);
+    assert_eq!(shown[0]["signed"], true);
+
+    // What is neither key nor file is wrong usage, and is not repeated: it may be a secret.
+    let error = node.fails(2, ["verify", "--all", "--signed", "--key", "s3cret"]);
+    assert!(
+        error.contains("neither a public key") && !error.contains("s3cret"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -64,6 +64,15 @@ fn layers_are_pushed_pulled_and_copied() {
     );
     node.ok(["--store", &third, "pull", "workspace/w:1", "--from", &other]);
     node.ok(["--store", &third, "verify", "workspace/w:1"]);
+
+    // The second version shares a frame with the first; alone it takes nothing of it along.
+    let alone = node.scratch.join("alone").display().to_string();
+    let line = ["push", "workspace/w:2", "--reframe", "--to", &alone];
+    assert_eq!(
+        node.json(line)["layers"][0]["digest"],
+        second["layers"][1]["digest"]
+    );
+    node.ok(["--store", &alone, "verify", "--all", "--read-data"]);
 }
 
 #[test]
@@ -71,13 +80,15 @@ fn what_cannot_be_copied_is_told() {
     let (node, other) = two_versions("transfer-bad");
     let error = node.fails(1, ["push", "workspace/none:1", "--to", &other]);
     assert!(error.contains("workspace/none:1"), "{error}");
-    let error = node.refuses(["push", "base/*:*", "--to", &other]);
-    assert!(error.contains("no layer"), "{error}");
+    let error = node.fails(1, ["push", "base/*:*", "--to", &other]);
+    assert!(error.contains("no layer of store"), "{error}");
     let store = node.store().display().to_string();
-    let error = node.fails(1, ["push", "--all", "--to", &store]);
+    let error = node.fails(2, ["push", "--all", "--to", &store]);
     assert!(error.contains("two stores"), "{error}");
-    let error = node.refuses(["pull", "--all", "--from", &other]);
-    assert!(error.contains("no layer"), "{error}");
+    for what in ["--all", "workspace/*:*", "workspace/w:1"] {
+        let error = node.fails(1, ["pull", what, "--from", &other]);
+        assert!(error.contains("there is no store at"), "{error}");
+    }
     for usage in [
         &["push", "--to", "x"][..],
         &["push", "base/a:1"],
@@ -156,4 +167,47 @@ fn channels_move_and_stand_for_versions() {
         "workspace/w@latest\n"
     );
     assert_eq!(node.json(["tag"]), serde_json::json!([]));
+}
+
+/// A store of several addresses whose first is no store: it is read all the same, with a warning,
+/// and nothing is written.
+#[test]
+fn an_address_that_is_no_store_is_passed_over() {
+    let (node, other) = two_versions("no-store-first");
+    let none = node.scratch.join("none");
+    let list = format!(
+        "file://{},file://{}",
+        none.display(),
+        node.store().display()
+    );
+    for command in [
+        &["ls"][..],
+        &["inspect", "workspace/w:1"],
+        &["cat", "workspace/w:1", "version"],
+        &["verify", "workspace/w:1"],
+        &["verify", "--all", "--read-data"],
+        &["push", "workspace/w:1", "--to", &other],
+    ] {
+        let mut line = vec!["--store", &list];
+        line.extend(command);
+        let output = node.run(&line);
+        let told = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{command:?}: {told}");
+        let warning = format!("warning: file://{} is passed over", none.display());
+        assert_eq!(told.matches(&warning).count(), 1, "{command:?}: {told}");
+    }
+    let from = format!("dir:{}", node.scratch.join("v1").display());
+    for command in [
+        &["rm", "workspace/w:1"][..],
+        &["tag", "workspace/w:1", "latest"],
+        &["gc"],
+        &support::build_line("base/b:1", &from, &[]),
+    ] {
+        let mut line = vec!["-q", "--store", &list];
+        line.extend(command);
+        let error = node.fails(2, line);
+        assert!(error.contains("is no store"), "{command:?}: {error}");
+    }
+    assert!(!none.exists());
+    assert_eq!(node.json(["ls"]).as_array().unwrap().len(), 2);
 }

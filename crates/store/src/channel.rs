@@ -188,7 +188,8 @@ impl LayerStore {
     /// was moved there.
     ///
     /// # Errors
-    /// [`StoreError::UnknownChannel`] if there is none, or its version is gone or another one.
+    /// [`StoreError::UnknownChannel`] if there is none, or its version is gone or another one;
+    /// [`StoreError::NoStore`] if there is no store.
     pub fn resolve_channel(&self, name: &ChannelName) -> Result<Reference> {
         let unknown = |what: String| StoreError::UnknownChannel {
             channel: name.to_string(),
@@ -197,7 +198,7 @@ impl LayerStore {
         };
         let channel = self
             .channel(name)?
-            .ok_or_else(|| unknown("there is no such channel".to_owned()))?;
+            .ok_or_else(|| self.not_here(unknown("there is no such channel".to_owned())))?;
         let reference = name.version(channel.current.version);
         match self.resolve(&reference) {
             Ok(digest) if digest == channel.current.manifest => Ok(reference),
@@ -214,16 +215,17 @@ impl LayerStore {
     /// Removes a channel; its versions stay.
     ///
     /// # Errors
-    /// [`StoreError::UnknownChannel`] if there is none.
+    /// [`StoreError::UnknownChannel`] if there is none, [`StoreError::NoStore`] if there is no
+    /// store.
     pub fn remove_channel(&self, name: &ChannelName) -> Result<()> {
         if self.blobs().delete(&Key::channel(name))? {
             return Ok(());
         }
-        Err(StoreError::UnknownChannel {
+        Err(self.not_here(StoreError::UnknownChannel {
             channel: name.to_string(),
             store: self.url().to_owned(),
             what: "there is no such channel".to_owned(),
-        })
+        }))
     }
 
     /// All channels, sorted by key. The manifests that they are at are in use, whether their

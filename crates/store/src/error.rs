@@ -103,6 +103,14 @@ pub enum StoreError {
         /// The store's address.
         store: String,
     },
+    /// Neither the store's marker nor a layer is at the address.
+    #[error(
+        "there is no store at {store}: it has no layerpack.json and no layers; check the address, or build or push a layer there first{}", comma_hint(.store)
+    )]
+    NoStore {
+        /// The address.
+        store: String,
+    },
     /// No such channel, or it leads nowhere.
     #[error("channel {channel} in store {store}: {what}; move it with `layerpack tag`")]
     UnknownChannel {
@@ -301,6 +309,14 @@ pub enum StoreError {
         /// What is wrong with it.
         what: String,
     },
+    /// No published version matches a pattern.
+    #[error("no layer of store {store} matches {pattern:?}; `layerpack ls` lists what is there")]
+    NoMatch {
+        /// The pattern as given.
+        pattern: String,
+        /// The store's address.
+        store: String,
+    },
     /// No profile, or more than one, is meant.
     #[error("no profile {name:?} in store {store}: {what}; list them, or name one by its digest")]
     NoProfile {
@@ -326,6 +342,17 @@ fn range_text(range: Option<&Range<u64>>) -> String {
     range.map_or_else(String::new, |r| format!(" (bytes {}..{})", r.start, r.end))
 }
 
+/// What may have been meant by a comma that separates nothing.
+fn comma_hint(store: &str) -> &'static str {
+    let separates = |rest: &str| rest.starts_with('/') || rest.contains("://");
+    match store.split(',').skip(1).all(separates) {
+        true => "",
+        false => {
+            " (a comma separates addresses where one with a scheme or an absolute path follows)"
+        }
+    }
+}
+
 impl StoreError {
     /// The object that a damaged, missing, too large or unreachable object's error is about.
     #[must_use]
@@ -349,12 +376,14 @@ impl StoreError {
             | Self::InvalidSigningKey { .. }
             | Self::InvalidUrl { .. }
             | Self::UnknownReference { .. }
+            | Self::NoStore { .. }
             | Self::Unsupported { .. }
             | Self::Conflict { .. }
             | Self::NotSupported { .. }
             | Self::Format(_)
             | Self::InvalidInput { .. }
             | Self::NoProfile { .. }
+            | Self::NoMatch { .. }
             | Self::UnknownChannel { .. }
             | Self::Input(_)
             | Self::WriterFailed { .. } => None,

@@ -63,6 +63,15 @@ pub struct ParentRef {
     pub manifest: Digest,
 }
 
+impl ParentRef {
+    /// What to call it: its reference, else its digest.
+    #[must_use]
+    pub fn name(&self) -> String {
+        let name = self.reference.as_ref().map(ToString::to_string);
+        name.unwrap_or_else(|| self.manifest.to_string())
+    }
+}
+
 /// How much is in a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

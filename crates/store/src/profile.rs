@@ -73,7 +73,8 @@ impl LayerStore {
     /// than the others: that is an error.
     ///
     /// # Errors
-    /// [`StoreError::InvalidInput`] if none or several match; damage of the one that matches.
+    /// [`StoreError::NoProfile`] if none or several match, [`StoreError::NoStore`] if there is no
+    /// store; damage of the one that matches.
     pub fn find_profile(&self, text: &str) -> Result<(Digest, Profile)> {
         let prefix = text.strip_prefix("b3:").filter(|hex| hex.len() >= 6);
         let mut found = Vec::new();
@@ -93,7 +94,9 @@ impl LayerStore {
         };
         match (found.pop(), found.len()) {
             (Some(one), 0) => Ok(one),
-            (None, _) => Err(invalid("there is none with this name or digest".to_owned())),
+            (None, _) => {
+                Err(self.not_here(invalid("there is none with this name or digest".to_owned())))
+            }
             (Some(_), more) => Err(invalid(format!("{} match it", more + 1))),
         }
     }

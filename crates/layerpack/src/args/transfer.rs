@@ -21,6 +21,13 @@ pub(crate) struct TransferArgs {
     /// Look at layers that the target has, too, and write again what is damaged there
     #[arg(long)]
     pub(crate) recheck: bool,
+    /// Make frames anew that hold more than their layer, so that nothing else goes along
+    ///
+    /// Layers share frames, which move whole: one that was built after a file was removed can share
+    /// a frame with what that file held. With this only the layer's own contents move, which costs
+    /// compressing those frames again. What the target has already stays as it is.
+    #[arg(long)]
+    pub(crate) reframe: bool,
     /// Requests under way at once
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) connections: u16,

@@ -71,10 +71,10 @@ fn now() -> u64 {
 }
 
 pub(super) fn tag(context: &Context, args: &TagArgs) -> Outcome {
-    let store = context.store()?;
     let (Some(reference), Some(channel)) = (&args.reference, &args.channel) else {
-        return list(context, &store);
+        return list(context, &context.store_that_is()?);
     };
+    let store = context.store()?;
     let reference = parse_reference(reference)?;
     let name = ChannelName::of(&reference, Version::new(channel)?);
     let channel = store.move_channel(&name, &reference.version, now())?;

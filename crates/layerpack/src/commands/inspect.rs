@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use layerpack_erofs::Image;
 use layerpack_store::query::shared_with;
-use layerpack_store::{Digest, LayerStore, Manifest, Reference};
+use layerpack_store::{Digest, LayerStore, Manifest, Reference, SeedMarker};
 use serde::Serialize;
 
 use super::Outcome;
@@ -29,6 +29,9 @@ struct Shown {
     /// Whose good signatures the store holds.
     signers: Vec<String>,
     manifest: Manifest,
+    /// Set where the store has only a part of it, seeded from another.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    part: Option<SeedMarker>,
     /// What it takes up, and shares with each other layer, most first.
     #[serde(skip_serializing_if = "Option::is_none")]
     sharing: Option<Sharing>,
@@ -93,6 +96,7 @@ fn show_layers(context: &Context, store: &LayerStore, args: &InspectArgs) -> any
             digest: digest.to_string(),
             layer_id: manifest.layer_id().to_string(),
             signers: signers(context, store, &digest),
+            part: part(context, store, &manifest),
             manifest,
             sharing,
         });
@@ -107,6 +111,18 @@ fn show_layers(context: &Context, store: &LayerStore, args: &InspectArgs) -> any
         Ok(())
     })?;
     Ok(())
+}
+
+/// What the store says of a layer that it has only a part of.
+fn part(context: &Context, store: &LayerStore, manifest: &Manifest) -> Option<SeedMarker> {
+    store
+        .seed_marker(&manifest.map.digest)
+        .unwrap_or_else(|error| {
+            if context.says_warnings() {
+                warning(&error.to_string());
+            }
+            None
+        })
 }
 
 /// Who signed a manifest. What cannot be told is a warning: a store that cannot list is no reason
@@ -189,6 +205,14 @@ fn describe(out: &mut dyn Write, layer: &Shown) -> io::Result<()> {
         format!("{} {}", manifest.map.digest, human_bytes(manifest.map.size)),
     )?;
     line("data", human_bytes(manifest.data_size))?;
+    if let Some(part) = &layer.part {
+        let (here, all) = (part.present_frames, part.frames);
+        let text = format!(
+            "{here} of {all} frames are in this store, the others in {}",
+            part.origin
+        );
+        line("part", text)?;
+    }
     if let Some(sharing) = &layer.sharing {
         line(
             "chunks",

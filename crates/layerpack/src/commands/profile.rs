@@ -244,7 +244,7 @@ fn profile_of(recording: &Recording, layers: &[StackLayer], name: &str) -> anyho
 }
 
 fn list(context: &Context) -> Outcome {
-    let store = context.store()?;
+    let store = context.store_that_is()?;
     let mut shown = Vec::new();
     for stored in store.profiles(None)? {
         match stored.profile {

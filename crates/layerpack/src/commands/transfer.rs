@@ -13,6 +13,7 @@ use serde::Serialize;
 use super::Outcome;
 use crate::args::{CopyArgs, PullArgs, PushArgs, TransferArgs};
 use crate::context::Context;
+use crate::failure::usage;
 use crate::output::{Table, print, warning};
 use crate::progress::Reporter;
 use crate::units::human_bytes;
@@ -68,9 +69,11 @@ pub(super) fn copy(context: &Context, args: &CopyArgs) -> Outcome {
 
 fn run(context: &Context, args: &TransferArgs, from: &LayerStore, to: &LayerStore) -> Outcome {
     if from.url() == to.url() {
-        return Err(
-            anyhow::anyhow!("{} is both source and target: name two stores", to.url()).into(),
-        );
+        return Err(usage(format!(
+            "{} is both source and target: name two stores",
+            to.url()
+        ))
+        .into());
     }
     let report = move_layers(context, args, from, to)?;
     show(context, from, to, report)?;
@@ -96,6 +99,7 @@ fn move_layers(
     let mut options = TransferOptions::default();
     options.connections = usize::from(args.connections);
     options.recheck = args.recheck;
+    options.reframe = args.reframe;
     let reporter = Reporter::new("copy", context);
     let report = transfer(from, to, &layers, &options, &mut |step| match step {
         TransferStep::Layer { reference, bytes } => {

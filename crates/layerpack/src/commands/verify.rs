@@ -1,10 +1,9 @@
 //! `layerpack verify`: reads every byte of layers and checks it.
 
-use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::anyhow;
-use layerpack_store::{Damage, LayerStore, PublicKey, Reference, VerifyReport};
+use layerpack_store::{Damage, Digest, LayerStore, PublicKey, VerifyReport};
 use serde::Serialize;
 
 use super::Outcome;
@@ -31,6 +30,11 @@ struct Verified {
     /// Frames that are elsewhere, since the store has only a part of the layer.
     absent_frames: u64,
     damage: Vec<Damaged>,
+    /// Whether it has a good signature that counts, if that was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    signed: Option<bool>,
+    /// Layers that it was made on and that are not in the store.
+    missing_parents: Vec<String>,
     /// What is wrong around the layer, without harm to it.
     warnings: Vec<String>,
 }
@@ -48,17 +52,22 @@ struct Damaged {
 
 /// A damaged object and the layers that it touches, on one line.
 pub(super) fn lost_line(lost: &layerpack_store::Lost) -> String {
-    let layers = if lost.layers.is_empty() {
-        "no layer that is known".to_owned()
-    } else {
-        lost.layers.join(", ")
+    let layers = match (lost.layers.as_slice(), &lost.good) {
+        ([], Some(_)) => "no layer, since another address has it".to_owned(),
+        ([], None) => "no layer that is known".to_owned(),
+        (layers, _) => layers.join(", "),
     };
     format!("{} (touches {layers}): {}", lost.object, lost.what)
 }
 
 pub(super) fn run(context: &Context, args: &VerifyArgs) -> Outcome {
+    // Before anything is read.
+    let keys = match args.signed {
+        true => Some(signing::trusted(&args.key)?),
+        false => None,
+    };
     if args.all {
-        return super::verify_all::run(context, args.read_data);
+        return super::verify_all::run(context, args, keys.as_deref());
     }
     let references = args
         .refs
@@ -68,21 +77,26 @@ pub(super) fn run(context: &Context, args: &VerifyArgs) -> Outcome {
     let store = context.store()?;
     let mut verified = Vec::with_capacity(references.len());
     for reference in &references {
-        verified.push(Verified::from(store.verify(reference)?));
+        let report = store.verify(reference)?;
+        let manifest = report.manifest;
+        let mut layer = Verified::from(report);
+        if let Some(keys) = &keys {
+            let signed = match &manifest {
+                Some(digest) => is_signed(&store, &layer.reference, digest, keys)?,
+                None => false,
+            };
+            layer.signed = Some(signed);
+        }
+        verified.push(layer);
     }
-    let unsigned = if args.signed {
-        unsigned(&store, &references, &args.key)?
-    } else {
-        Vec::new()
-    };
     print(context.format, &verified, |out| {
         for layer in verified
             .iter()
-            .filter(|layer| layer.damage.is_empty() && !unsigned.contains(&layer.reference))
+            .filter(|layer| layer.damage.is_empty() && layer.signed != Some(false))
         {
             writeln!(
                 out,
-                "{} is good: {} chunks, {} ({} stored){}",
+                "{} is good: {} chunks, {} ({} stored){}{}",
                 layer.reference,
                 layer.chunks,
                 human_bytes(layer.raw_bytes),
@@ -90,7 +104,8 @@ pub(super) fn run(context: &Context, args: &VerifyArgs) -> Outcome {
                 match layer.absent_frames {
                     0 => String::new(),
                     n => format!("; {n} frames are not in this store, which has only a part"),
-                }
+                },
+                without(&layer.missing_parents)
             )?;
         }
         Ok(())
@@ -114,18 +129,17 @@ pub(super) fn run(context: &Context, args: &VerifyArgs) -> Outcome {
         }
         bad.push(layer.reference.as_str());
     }
-    if bad.is_empty() && !unsigned.is_empty() {
-        return Err(anyhow!(
-            "{} {} no good signature{}: sign with `layerpack sign`",
-            unsigned.join(", "),
-            if unsigned.len() == 1 { "has" } else { "have" },
-            if args.key.is_empty() {
-                ""
-            } else {
-                " by the keys given"
-            }
-        )
-        .into());
+    let unsigned: Vec<&str> = verified
+        .iter()
+        .filter(|layer| layer.signed == Some(false))
+        .map(|layer| layer.reference.as_str())
+        .collect();
+    if !unsigned.is_empty() {
+        let error = lacks_signature(&unsigned, &args.key);
+        if bad.is_empty() {
+            return Err(error.into());
+        }
+        note(&printable(&error.to_string()));
     }
     if bad.is_empty() {
         return Ok(ExitCode::SUCCESS);
@@ -138,37 +152,47 @@ pub(super) fn run(context: &Context, args: &VerifyArgs) -> Outcome {
     .into())
 }
 
-/// The layers that none of the keys signed; without keys, those that nobody did.
-fn unsigned(
+/// What to add about a layer whose parents are not all in the store.
+pub(super) fn without(missing_parents: &[String]) -> String {
+    match missing_parents {
+        [] => String::new(),
+        names => format!(
+            "; not in this store: {}, which it was made on",
+            printable(&names.join(", "))
+        ),
+    }
+}
+
+/// Whether one of the keys signed the manifest; without keys, whether anybody did. Signatures that
+/// are wrong are named.
+pub(super) fn is_signed(
     store: &LayerStore,
-    references: &[Reference],
-    keys: &[String],
-) -> anyhow::Result<Vec<String>> {
-    let keys = keys
-        .iter()
-        .map(|text| match text.parse::<PublicKey>() {
-            Ok(key) => Ok(key),
-            Err(_) => signing::public(Path::new(text)),
-        })
-        .collect::<anyhow::Result<Vec<_>>>()?;
-    let mut unsigned = Vec::new();
-    for reference in references {
-        let manifest = store.resolve(reference)?;
-        let signed = store
-            .signatures(&manifest)?
-            .into_iter()
-            .any(|entry| match entry.signer {
-                Ok(signer) => keys.is_empty() || keys.contains(&signer),
-                Err(error) => {
-                    note(&printable(&format!("{reference}: {error}")));
-                    false
-                }
-            });
-        if !signed {
-            unsigned.push(reference.to_string());
+    name: &str,
+    manifest: &Digest,
+    keys: &[PublicKey],
+) -> anyhow::Result<bool> {
+    let mut signed = false;
+    for entry in store.signatures(manifest)? {
+        match entry.signer {
+            Ok(signer) => signed |= keys.is_empty() || keys.contains(&signer),
+            Err(error) => note(&printable(&format!("{name}: {error}"))),
         }
     }
-    Ok(unsigned)
+    Ok(signed)
+}
+
+/// The error about layers that none of the keys given signed, or nobody.
+pub(super) fn lacks_signature(names: &[&str], keys: &[String]) -> anyhow::Error {
+    anyhow!(
+        "{} {} no good signature{}: sign with `layerpack sign`",
+        names.join(", "),
+        if names.len() == 1 { "has" } else { "have" },
+        if keys.is_empty() {
+            ""
+        } else {
+            " by the keys given"
+        }
+    )
 }
 
 impl From<VerifyReport> for Verified {
@@ -184,6 +208,8 @@ impl From<VerifyReport> for Verified {
             raw_bytes: report.raw_bytes,
             absent_frames: report.absent_frames,
             damage: report.damaged.into_iter().map(Damaged::from).collect(),
+            signed: None,
+            missing_parents: report.missing_parents,
             warnings: report.warnings,
         }
     }

@@ -3,16 +3,46 @@
 use std::process::ExitCode;
 
 use anyhow::anyhow;
+use layerpack_store::{AuditReport, PublicKey};
+use serde::Serialize;
 
 use super::Outcome;
-use super::verify::lost_line;
+use super::verify::{is_signed, lacks_signature, lost_line, without};
+use crate::args::VerifyArgs;
 use crate::context::Context;
 use crate::output::{note, print, printable};
 use crate::units::human_bytes;
 
-pub(super) fn run(context: &Context, read_data: bool) -> Outcome {
-    let report = context.store_that_is()?.audit(read_data)?;
-    print(context.format, &report, |out| {
+/// A store in `-o json`.
+#[derive(Debug, Serialize)]
+struct Proven<'a> {
+    #[serde(flatten)]
+    report: &'a AuditReport,
+    /// Layers without a good signature that counts, if that was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unsigned: Option<Vec<&'a str>>,
+}
+
+pub(super) fn run(context: &Context, args: &VerifyArgs, keys: Option<&[PublicKey]>) -> Outcome {
+    let read_data = args.read_data;
+    let store = context.store_that_is()?;
+    let report = store.audit(read_data)?;
+    let mut unsigned = Vec::new();
+    for layer in report.layers.iter().filter(|_| keys.is_some()) {
+        if !is_signed(
+            &store,
+            &layer.name,
+            &layer.manifest,
+            keys.unwrap_or_default(),
+        )? {
+            unsigned.push(layer.name.as_str());
+        }
+    }
+    let proven = Proven {
+        report: &report,
+        unsigned: keys.map(|_| unsigned.clone()),
+    };
+    print(context.format, &proven, |out| {
         writeln!(
             out,
             "{} objects, {}: {} packs, {} frames read",
@@ -37,7 +67,12 @@ pub(super) fn run(context: &Context, read_data: bool) -> Outcome {
                 (None, true) => "is good".to_owned(),
                 (None, false) => "is whole (data not read)".to_owned(),
             };
-            writeln!(out, "{} {proof}", printable(&layer.name))?;
+            let lacks = without(&layer.missing_parents);
+            let signed = match unsigned.contains(&layer.name.as_str()) {
+                true => "; it has no good signature",
+                false => "",
+            };
+            writeln!(out, "{} {proof}{lacks}{signed}", printable(&layer.name))?;
         }
         for orphan in &report.orphans {
             let size = human_bytes(orphan.size);
@@ -49,6 +84,13 @@ pub(super) fn run(context: &Context, read_data: bool) -> Outcome {
         for line in &report.warnings {
             note(&printable(&format!("warning: {line}")));
         }
+    }
+    if !unsigned.is_empty() {
+        let error = lacks_signature(&unsigned, &args.key);
+        if report.damaged.is_empty() {
+            return Err(error.into());
+        }
+        note(&printable(&error.to_string()));
     }
     if report.damaged.is_empty() {
         return Ok(ExitCode::SUCCESS);

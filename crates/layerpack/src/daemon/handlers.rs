@@ -143,7 +143,9 @@ impl From<LayerfsError> for Refusal {
     fn from(error: LayerfsError) -> Self {
         let status = match &error {
             LayerfsError::Store(
-                StoreError::Missing { .. } | StoreError::UnknownReference { .. },
+                StoreError::Missing { .. }
+                | StoreError::UnknownReference { .. }
+                | StoreError::NoStore { .. },
             ) => StatusCode::NOT_FOUND,
             LayerfsError::NotCached { .. } | LayerfsError::Trace { .. } => StatusCode::NOT_FOUND,
             LayerfsError::InvalidLease { .. } | LayerfsError::Stack { .. } => {

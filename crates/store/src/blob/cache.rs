@@ -236,6 +236,10 @@ impl BlobStore for CachedStore {
         self.inner.take_disagreements()
     }
 
+    fn passed_over(&self) -> Vec<String> {
+        self.inner.passed_over()
+    }
+
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<PutOutcome> {
         self.forget(key);
         self.inner.put(key, bytes, mode)

@@ -1,6 +1,11 @@
 //! Several addresses of one store. The first is the one that is written to, listed, and believed;
 //! the others are copies for reading when it cannot be reached or has lost an object.
 //!
+//! An address where there is no store (no marker and no layers: an empty directory, a filesystem
+//! that is not mounted, a typing error) cannot speak for one. It is passed over, and the next
+//! address that is a store is believed and listed in its place. Nothing is written then: a second
+//! store would begin at the first address, or a copy would get what the store itself has not.
+//!
 //! A copy may be behind. So what can change (references, channels and the like) is read from a
 //! copy only while the first cannot answer, "there is none" is believed of the first alone, and
 //! what a writer or a collection steers by (lists, leases, claims, collections) never comes from a
@@ -12,7 +17,7 @@
 
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{
@@ -20,6 +25,7 @@ use super::{
 };
 use crate::error::{Result, StoreError};
 use crate::key::Key;
+use crate::layer::MAX_SMALL;
 use crate::layer::again::is_wrong;
 
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
@@ -65,6 +71,32 @@ impl Address {
             paused_until: Instant::now().checked_add(pause),
         };
     }
+
+    /// Whether there is a store: its marker, or layers that lost it. Of an address that cannot be
+    /// listed the marker alone tells.
+    fn is_store(&self) -> Result<bool> {
+        let looked = self.look();
+        self.note(looked.is_err());
+        looked
+    }
+
+    fn look(&self) -> Result<bool> {
+        match self.store.get(&Key::marker(), MAX_SMALL) {
+            Ok(None) => {}
+            Ok(Some(_)) => return Ok(true),
+            Err(error) if error.is_damage() => return Ok(true), // whoever reads it says so
+            Err(error) => return Err(error),
+        }
+        for family in ["refs/", "packs/"] {
+            match self.store.list(family) {
+                Ok(listed) if listed.is_empty() => {}
+                Ok(_) => return Ok(true),
+                Err(StoreError::NotSupported { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(false)
+    }
 }
 
 /// What is wrong, without the object's name.
@@ -82,7 +114,7 @@ enum Trust {
     Content,
     /// May change: a copy is better than nothing.
     Changing,
-    /// What writers and collections agree by: the first address or none.
+    /// What writers and collections agree by: the address that is believed or none.
     Agreement,
 }
 
@@ -99,8 +131,10 @@ impl Trust {
 /// A store with several addresses.
 #[derive(Debug)]
 pub struct MirrorStore {
-    first: Address,
-    copies: Vec<Address>,
+    /// At least one.
+    addresses: Vec<Address>,
+    /// The number of the address that is believed, once it is certain.
+    head: OnceLock<usize>,
     disagreements: Mutex<BTreeSet<Disagreement>>,
 }
 
@@ -113,25 +147,116 @@ impl MirrorStore {
     /// `first` and copies of it, in the order in which they are asked.
     #[must_use]
     pub fn new(first: Arc<dyn BlobStore>, copies: Vec<Arc<dyn BlobStore>>) -> Self {
-        let address = |store| Address {
-            store,
-            health: Mutex::default(),
-        };
+        let addresses = std::iter::once(first).chain(copies);
         Self {
-            first: address(first),
-            copies: copies.into_iter().map(address).collect(),
+            addresses: addresses
+                .map(|store| Address {
+                    store,
+                    health: Mutex::default(),
+                })
+                .collect(),
+            head: OnceLock::new(),
             disagreements: Mutex::default(),
         }
     }
 
-    /// The addresses in the order in which they are asked now, and whether each is the first.
-    fn order(&self) -> Vec<(bool, &Address)> {
+    /// The number of the address that is believed: the first one that is a store. One that cannot
+    /// be asked may be it, and stays in its place until it can. Where none is a store, the first.
+    fn head(&self) -> usize {
+        if let Some(head) = self.head.get() {
+            return *head;
+        }
         let now = Instant::now();
-        let mut order: Vec<(bool, &Address)> = std::iter::once((true, &self.first))
-            .chain(self.copies.iter().map(|copy| (false, copy)))
-            .collect();
-        order.sort_by_key(|(_, address)| address.is_paused(now)); // stable: the order stays
+        for (number, address) in self.addresses.iter().enumerate() {
+            // One that rests has just failed.
+            if address.is_paused(now) {
+                return number;
+            }
+            match address.is_store() {
+                Ok(true) => return self.decide(number),
+                Ok(false) => {}
+                Err(error) => {
+                    tracing::debug!("an address of the store failed: {error}");
+                    return number;
+                }
+            }
+        }
+        0
+    }
+
+    /// Takes this address for the one that is believed. All before it were asked and are no stores.
+    fn decide(&self, number: usize) -> usize {
+        let mut fresh = false;
+        let head = *self.head.get_or_init(|| {
+            fresh = true;
+            number
+        });
+        if fresh {
+            for line in self.passed_over() {
+                tracing::warn!("{line}");
+            }
+        }
+        head
+    }
+
+    fn address(&self, number: usize) -> Result<&Address> {
+        self.addresses.get(number).ok_or_else(|| self.no_address())
+    }
+
+    fn no_address(&self) -> StoreError {
+        StoreError::InvalidUrl {
+            url: self.url(),
+            why: "it has no address".to_owned(),
+        }
+    }
+
+    /// The address that is believed.
+    fn believed(&self) -> Result<&dyn BlobStore> {
+        Ok(&*self.address(self.head())?.store)
+    }
+
+    /// The address to write to: the first one. `node_lease`: what is written only keeps the layers
+    /// of the store that is read from being collected, and goes where those are.
+    fn written(&self, node_lease: bool) -> Result<&dyn BlobStore> {
+        let head = match self.head.get() {
+            Some(head) => *head,
+            None => {
+                // Asked again, also those that rest: a guess could make a second store.
+                let mut found = None;
+                for (number, address) in self.addresses.iter().enumerate() {
+                    if address.is_store()? {
+                        found = Some(number);
+                        break;
+                    }
+                }
+                self.decide(found.unwrap_or(0)) // without any store, this write begins one
+            }
+        };
+        let target = &*self.address(head)?.store;
+        if head == 0 || node_lease {
+            return Ok(target);
+        }
+        let (first, other) = (self.address(0)?.store.url(), target.url());
+        Err(StoreError::InvalidUrl {
+            url: self.url(),
+            why: format!(
+                "the first address is the one that is written to, and {first} is no store (it has no layerpack.json and no layers), while {other} is one; put {other} first, or make {first} a store by itself (layerpack --store {first} pull REF --from {other})"
+            ),
+        })
+    }
+
+    /// The addresses in the order in which they are asked now, and whether each is the one that is
+    /// believed.
+    fn order(&self) -> Vec<(bool, &Address)> {
+        let head = self.head();
+        let now = Instant::now();
+        let mut order: Vec<(usize, &Address)> = self.addresses.iter().enumerate().collect();
+        // Stable: the order stays. What is before the head is no store.
+        order.sort_by_key(|(number, address)| (*number < head, address.is_paused(now)));
         order
+            .into_iter()
+            .map(|(number, address)| (number == head, address))
+            .collect()
     }
 
     fn disagreements(&self) -> MutexGuard<'_, BTreeSet<Disagreement>> {
@@ -199,12 +324,12 @@ impl MirrorStore {
     ) -> Result<Option<T>> {
         let trust = Trust::of(key);
         if trust == Trust::Agreement {
-            return Self::ask(&self.first, &act);
+            return Self::ask(self.address(self.head())?, &act);
         }
         let mut failure = None;
-        let mut none_at_first = false;
+        let mut none_at_head = false;
         let mut wrong = Vec::new();
-        for (is_first, address) in self.order() {
+        for (is_head, address) in self.order() {
             let mut answer = Self::ask(address, &act);
             if trust == Trust::Content && answer.as_ref().is_err_and(is_wrong) {
                 answer = Self::ask(address, &act); // it may have been damaged on the way
@@ -216,10 +341,10 @@ impl MirrorStore {
                     }
                     return Ok(Some(found));
                 }
-                Ok(None) if is_first && trust == Trust::Changing => return Ok(None),
+                Ok(None) if is_head && trust == Trust::Changing => return Ok(None),
                 Ok(None) => {
-                    none_at_first |= is_first;
-                    if is_first {
+                    none_at_head |= is_head;
+                    if is_head {
                         wrong.push((address.store.url(), ABSENT.to_owned()));
                     }
                 }
@@ -227,8 +352,8 @@ impl MirrorStore {
                     if error.is_damage() {
                         wrong.push((address.store.url(), words_of(&error)));
                     }
-                    // The first address's own words, else what came first.
-                    if is_first || failure.is_none() {
+                    // The words of the one that is believed, else what came first.
+                    if is_head || failure.is_none() {
                         failure = Some(error);
                     }
                 }
@@ -236,7 +361,7 @@ impl MirrorStore {
         }
         match failure {
             // Nobody has it, and the one who is believed said so.
-            _ if none_at_first => Ok(None),
+            _ if none_at_head => Ok(None),
             Some(error) => Err(error),
             None => Ok(None),
         }
@@ -266,11 +391,11 @@ impl BlobStore for MirrorStore {
         accept: &mut dyn FnMut(&[u8], &str) -> bool,
     ) -> Result<bool> {
         if Trust::of(key) != Trust::Content {
-            return self.first.store.reread(key, span, accept);
+            return self.believed()?.reread(key, span, accept);
         }
         let mut failure = None;
         let mut wrong = Vec::new();
-        for (is_first, address) in self.order() {
+        for (is_head, address) in self.order() {
             let url = address.store.url();
             let mut came = false;
             match address.store.reread(key, span, &mut |bytes, from| {
@@ -288,7 +413,7 @@ impl BlobStore for MirrorStore {
                 }
                 Ok(false) => {
                     address.note(false);
-                    if is_first {
+                    if is_head {
                         wrong.push((url, ABSENT.to_owned()));
                     }
                 }
@@ -310,59 +435,88 @@ impl BlobStore for MirrorStore {
             .collect()
     }
 
+    fn passed_over(&self) -> Vec<String> {
+        let head = self.head();
+        if self.head.get() != Some(&head) {
+            return Vec::new(); // not certain
+        }
+        let believed = self.first_url();
+        self.addresses
+            .iter()
+            .take(head)
+            .map(|address| {
+                format!(
+                    "{} is passed over: there is no store (no layerpack.json and no layers); {believed} is read in its place, and nothing can be written",
+                    address.store.url()
+                )
+            })
+            .collect()
+    }
+
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<PutOutcome> {
-        self.first.store.put(key, bytes, mode)
+        self.written(is_node_lease(key))?.put(key, bytes, mode)
     }
 
     fn put_stream(&self) -> Result<Box<dyn BlobWriter + '_>> {
-        self.first.store.put_stream()
+        self.written(false)?.put_stream()
     }
 
-    /// Of the first address alone: a writer leaves out what the store has, not what a copy has.
+    /// Of the address that is believed alone: a writer leaves out what the store has, not what a
+    /// copy has.
     fn size(&self, key: &Key) -> Result<Option<u64>> {
-        self.first.store.size(key)
+        self.believed()?.size(key)
     }
 
     fn list(&self, prefix: &str) -> Result<Vec<ObjectInfo>> {
-        self.first.store.list(prefix)
+        self.believed()?.list(prefix)
     }
 
     fn delete(&self, key: &Key) -> Result<bool> {
-        self.first.store.delete(key)
+        self.written(is_node_lease(key))?.delete(key)
     }
 
     fn put_volatile(&self, key: &Key, bytes: &[u8]) -> Result<()> {
-        self.first.store.put_volatile(key, bytes)
+        self.written(is_node_lease(key))?.put_volatile(key, bytes)
     }
 
     fn delete_volatile(&self, key: &Key) -> Result<bool> {
-        self.first.store.delete_volatile(key)
+        self.written(is_node_lease(key))?.delete_volatile(key)
     }
 
     fn leftovers(&self, remove: bool) -> Result<Leftovers> {
-        self.first.store.leftovers(remove)
+        match remove {
+            true => self.written(false)?.leftovers(true),
+            false => self.believed()?.leftovers(false),
+        }
     }
 
     fn reserve(&self, keep: bool) -> Result<bool> {
-        self.first.store.reserve(keep)
+        self.written(false)?.reserve(keep)
     }
 
     fn url(&self) -> String {
-        let mut url = self.first.store.url();
-        for copy in &self.copies {
-            url.push(',');
-            url.push_str(&copy.store.url());
-        }
-        url
+        let urls: Vec<String> = self.addresses.iter().map(|a| a.store.url()).collect();
+        urls.join(",")
     }
 
+    /// As far as it is known: nothing is asked.
     fn first_url(&self) -> String {
-        self.first.store.url()
+        let head = self.head.get().copied().unwrap_or(0);
+        self.addresses
+            .get(head)
+            .map_or_else(String::new, |address| address.store.url())
     }
 
+    /// Only the first address is written to.
     fn decides_races(&self) -> bool {
-        self.first.store.decides_races()
+        let first = self.addresses.first();
+        first.is_some_and(|address| address.store.decides_races())
     }
+}
+
+/// Whether the object only says what a node has mounted.
+fn is_node_lease(key: &Key) -> bool {
+    key.as_str().starts_with("leases/node-")
 }
 
 #[cfg(test)]
@@ -403,17 +557,20 @@ mod tests {
         assert!(matches!(error, StoreError::Missing { .. }), "{error:?}");
     }
 
+    const MARKER: (&str, &str) = ("layerpack.json", "a marker");
+
     #[test]
     fn a_copy_that_is_behind_does_not_speak_for_the_first() {
-        let copy = || holding(&[("refs/base/old/_1", "old"), ("leases/x", "x")]);
-        let store = MirrorStore::new(holding(&[]), vec![copy()]);
+        let copy = || holding(&[MARKER, ("refs/base/old/_1", "old"), ("leases/x", "x")]);
+        let store = MirrorStore::new(holding(&[MARKER]), vec![copy()]);
         assert_eq!(
             store.get(&key("refs/base/old/_1"), 9).unwrap(),
             None,
             "it was removed"
         );
-        assert!(store.list("").unwrap().is_empty());
+        assert_eq!(store.list("").unwrap().len(), 1);
         assert_eq!(store.size(&key("refs/base/old/_1")).unwrap(), None);
+        assert!(store.passed_over().is_empty());
 
         let store = MirrorStore::new(down(), vec![copy()]);
         assert_eq!(
@@ -425,6 +582,69 @@ mod tests {
         store.get(&key("leases/x"), 9).unwrap_err();
         store.list("").unwrap_err();
         store.put(&key("a/b"), b"", PutMode::Overwrite).unwrap_err();
+        assert!(store.passed_over().is_empty(), "it may be the store");
+    }
+
+    #[test]
+    fn an_address_without_a_store_is_passed_over() {
+        let none = holding(&[("leases/x", "not of a store")]);
+        let good = holding(&[MARKER, ("refs/base/a/_1", "a"), ("leases/x", "x")]);
+        let behind = holding(&[MARKER, ("refs/base/b/_1", "b")]);
+        let store = MirrorStore::new(
+            Arc::clone(&none),
+            vec![Arc::clone(&good), Arc::clone(&behind)],
+        );
+        assert_eq!(store.get(&key("refs/base/a/_1"), 9).unwrap().unwrap(), b"a");
+        // The next one that is a store is believed as the first would be.
+        assert_eq!(store.get(&key("refs/base/b/_1"), 9).unwrap(), None);
+        assert_eq!(store.get(&key("leases/x"), 9).unwrap().unwrap(), b"x");
+        assert_eq!(store.list("refs/").unwrap().len(), 1);
+        assert_eq!(store.passed_over().len(), 1);
+
+        // Nothing is written, to neither, but that somebody uses what is read.
+        for error in [
+            store
+                .put(&key("a/b"), b"", PutMode::IfAbsent)
+                .map(drop)
+                .unwrap_err(),
+            store.put_stream().map(drop).unwrap_err(),
+            store.put_volatile(&key("leases/y"), b"").unwrap_err(),
+            store.delete(&key("refs/base/a/_1")).map(drop).unwrap_err(),
+            store.leftovers(true).map(drop).unwrap_err(),
+        ] {
+            assert!(error.to_string().contains("is no store"), "{error}");
+        }
+        store
+            .put(&key("leases/node-1"), b"", PutMode::Overwrite)
+            .unwrap();
+        assert_eq!(none.list("").unwrap().len(), 1);
+        assert!(good.size(&key("leases/node-1")).unwrap().is_some());
+        assert!(store.delete_volatile(&key("leases/node-1")).unwrap());
+
+        // Layers that lost their marker are a store all the same.
+        let lost = holding(&[("refs/base/c/_1", "c")]);
+        let store = MirrorStore::new(lost, vec![good]);
+        assert_eq!(store.get(&key("refs/base/a/_1"), 9).unwrap(), None);
+        assert!(store.passed_over().is_empty());
+    }
+
+    #[test]
+    fn what_cannot_be_asked_is_not_passed_over() {
+        let good = || holding(&[MARKER, ("refs/base/a/_1", "a")]);
+        let store = MirrorStore::new(holding(&[]), vec![down(), good()]);
+        assert_eq!(store.get(&key("refs/base/a/_1"), 9).unwrap().unwrap(), b"a");
+        store.get(&key("refs/base/b/_1"), 9).unwrap_err();
+        store.list("").unwrap_err();
+        store.put(&key("a/b"), b"", PutMode::Overwrite).unwrap_err();
+        assert!(store.passed_over().is_empty());
+
+        // Without any store the first write begins one, at the first address.
+        let (first, second) = (holding(&[]), holding(&[]));
+        let store = MirrorStore::new(Arc::clone(&first), vec![Arc::clone(&second)]);
+        assert_eq!(store.get(&key("refs/base/a/_1"), 9).unwrap(), None);
+        store.put(&key("a/b"), b"", PutMode::Overwrite).unwrap();
+        assert_eq!(first.list("").unwrap().len(), 1);
+        assert!(second.list("").unwrap().is_empty());
     }
 
     #[test]
@@ -442,6 +662,6 @@ mod tests {
             assert_eq!(store.get(&key("packs/aa/one"), 9).unwrap().unwrap(), b"1");
         }
         assert_eq!(first.calls(), 1, "it rests after its failure");
-        assert!(!store.first.is_paused(Instant::now() + LONGEST_PAUSE));
+        assert!(!store.addresses[0].is_paused(Instant::now() + LONGEST_PAUSE));
     }
 }

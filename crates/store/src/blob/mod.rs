@@ -165,6 +165,12 @@ pub trait BlobStore: Send + Sync + fmt::Debug {
         Vec::new()
     }
 
+    /// Addresses that come before the one that is believed and are no store, each in a line for
+    /// people. Empty for a store of one address, and while it cannot be told.
+    fn passed_over(&self) -> Vec<String> {
+        Vec::new()
+    }
+
     /// What lies in the store that was to become objects, of all processes. With `remove`, what
     /// processes of this machine left that are dead is removed, and what is older than a day.
     ///
@@ -189,8 +195,8 @@ pub trait BlobStore: Send + Sync + fmt::Debug {
     /// The store's address, for messages and for opening it again.
     fn url(&self) -> String;
 
-    /// Of a store with several addresses the one that is written to and listed, and that sizes
-    /// come from; for messages.
+    /// Of a store with several addresses the one that is believed and listed, and that sizes come
+    /// from; for messages.
     fn first_url(&self) -> String {
         self.url()
     }

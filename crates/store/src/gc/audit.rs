@@ -4,7 +4,7 @@
 //!
 //! Memory: the tables of all packs (40 bytes a chunk).
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Mutex;
 
 use serde::Serialize;
@@ -12,10 +12,10 @@ use serde::Serialize;
 use super::collect::{family, reason_of};
 use super::condemned::Condemned;
 use super::lease::Leases;
-use super::mark::{Marks, UsedLayer, mark};
+use super::mark::{Marks, UsedLayer, mark, places_of};
 use super::parallel;
 use super::repair::{Lost, object_of};
-use crate::blob::ObjectInfo;
+use crate::blob::{Disagreement, ObjectInfo};
 use crate::digest::{Digest, Hasher};
 use crate::error::{Result, StoreError};
 use crate::format::locator::Locator;
@@ -24,6 +24,7 @@ use crate::format::pack::{FRAMES_START, PackTable};
 use crate::key::Key;
 use crate::layer::repack::{chunks_by_frame, place_of};
 use crate::layer::{LayerStore, SeedMarker};
+use crate::manifest::ParentRef;
 
 /// An object that nothing uses.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -46,6 +47,10 @@ pub struct AuditedLayer {
     /// Set where the store has only a part of it, by purpose: what is elsewhere was not looked at.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub part: Option<SeedMarker>,
+    /// Layers that it was made on, by name (by digest where its manifest has no name), which are
+    /// not in the store. Each has a warning too.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub missing_parents: Vec<String>,
 }
 
 /// What proving a store found.
@@ -74,17 +79,37 @@ pub struct AuditReport {
 /// What is damaged so far, by object.
 #[derive(Debug, Default)]
 struct Findings {
-    damaged: BTreeMap<String, (String, BTreeSet<String>)>,
+    damaged: BTreeMap<String, Finding>,
+}
+
+#[derive(Debug)]
+struct Finding {
+    what: String,
+    layers: BTreeSet<String>,
+    /// See [`Lost::good`].
+    good: Option<String>,
 }
 
 impl Findings {
     fn add(&mut self, error: &StoreError, layer: Option<&str>) {
         let key = object_of(error);
-        let found = self
-            .damaged
-            .entry(key)
-            .or_insert_with(|| (error.to_string(), BTreeSet::new()));
-        found.1.extend(layer.map(str::to_owned));
+        let found = self.damaged.entry(key).or_insert_with(|| Finding {
+            what: error.to_string(),
+            layers: BTreeSet::new(),
+            good: None,
+        });
+        found.layers.extend(layer.map(str::to_owned));
+    }
+
+    /// What one address has wrong and another right. Where it is damage besides, that counts.
+    fn disagree(&mut self, found: &Disagreement) {
+        self.damaged
+            .entry(found.key.clone())
+            .or_insert_with(|| Finding {
+                what: found.to_error().to_string(),
+                layers: BTreeSet::new(),
+                good: Some(found.good.clone()),
+            });
     }
 
     /// Passes on what is no damage.
@@ -146,7 +171,8 @@ impl LayerStore {
             findings.add(&error, None);
         }
         let mut packs = BTreeMap::new();
-        let unlisted = marks.unlisted_packs(self, &objects)?;
+        let mut unlisted = marks.unlisted_packs(self, &objects)?;
+        unlisted.extend(self.packs_of_copies(&marks, &objects, &unlisted)?);
         let listed: Vec<&ObjectInfo> = objects
             .iter()
             .filter(|object| object.key.as_str().starts_with("packs/"))
@@ -183,31 +209,84 @@ impl LayerStore {
         )?;
         self.audit_orphans(&objects, &marks, &mut findings, &mut report)?;
         for found in self.blobs().take_disagreements() {
-            findings.add(&found.to_error(), None); // no layer is the worse for it
+            findings.disagree(&found);
         }
         for (digest, layer) in &marks.layers {
             let sound = !findings
                 .damaged
                 .values()
-                .any(|(_, layers)| layers.contains(&layer.name));
+                .any(|finding| finding.layers.contains(&layer.name));
+            let parents = layer.manifest.parents.iter();
+            let missing: Vec<&ParentRef> = parents
+                .filter(|parent| marks.absent.contains(&parent.manifest))
+                .collect();
+            for parent in &missing {
+                let line = self.lacks_parent(&layer.manifest, parent);
+                report.warnings.push(format!("{}: {line}", layer.name));
+            }
             report.layers.push(AuditedLayer {
                 name: layer.name.clone(),
                 manifest: *digest,
                 sound,
                 part: parts.remove(&layer.name),
+                missing_parents: missing.iter().map(|parent| parent.name()).collect(),
             });
         }
         report.layers.sort_by(|a, b| a.name.cmp(&b.name));
         report.damaged = findings
             .damaged
             .into_iter()
-            .map(|(object, (what, layers))| Lost {
+            .map(|(object, finding)| Lost {
                 object,
-                what,
-                layers: layers.into_iter().collect(),
+                what: finding.what,
+                layers: finding.layers.into_iter().collect(),
+                good: finding.good,
             })
             .collect();
         Ok(report)
+    }
+
+    /// Of a store with several addresses: packs that its layers need and that the address which is
+    /// listed does not have. A copy may have them, and reading tells. What a part of a layer lacks
+    /// by purpose is none of them.
+    fn packs_of_copies(
+        &self,
+        marks: &Marks,
+        listed: &[ObjectInfo],
+        unlisted: &[ObjectInfo],
+    ) -> Result<Vec<ObjectInfo>> {
+        if self.blobs().first_url() == self.blobs().url() {
+            return Ok(Vec::new());
+        }
+        let known: HashSet<&Key> = listed.iter().chain(unlisted).map(|o| &o.key).collect();
+        let layers: Vec<&UsedLayer> = marks.layers.values().collect();
+        let mut found = BTreeMap::new();
+        for part in layers.chunks(16) {
+            let places = parallel::map(part, |layer| {
+                match self.seed_marker(&layer.manifest.map.digest) {
+                    Ok(None) => places_of(self, &layer.manifest).map(|places| places.packs),
+                    Ok(Some(_)) => Ok(Vec::new()),
+                    Err(error) => Err(error),
+                }
+            });
+            for packs in places {
+                match packs {
+                    Ok(packs) => found.extend(packs.iter().map(|p| (Key::pack(&p.id), p.size))),
+                    // It is looked at again with its layer, and named then.
+                    Err(error) if is_finding(&error) => {}
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok(found
+            .into_iter()
+            .filter(|(key, _)| !known.contains(key))
+            .map(|(key, size)| ObjectInfo {
+                key,
+                size,
+                modified: None,
+            })
+            .collect())
     }
 
     /// A pack's structure and, with `read_data`, all its bytes.

@@ -75,6 +75,8 @@ pub(super) struct Marks {
     pub(super) problems: Vec<String>,
     /// The same, where it is an object of the store.
     pub(super) unreadable: Vec<Unreadable>,
+    /// Manifests that layers or leases name and that are not in the store.
+    pub(super) absent: BTreeSet<Digest>,
 }
 
 /// Something that could not be read.
@@ -269,6 +271,7 @@ fn mark_layers(
                 marks
                     .problems
                     .push(format!("{name} names {key}, which is not in the store"));
+                marks.absent.insert(*digest);
                 continue;
             }
             Err(error) => {

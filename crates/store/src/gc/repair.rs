@@ -27,6 +27,10 @@ pub struct Lost {
     pub what: String,
     /// Layers that need it, if that can be told.
     pub layers: Vec<String>,
+    /// Of a store with several addresses: one that has it right, so that no layer is the worse for
+    /// it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub good: Option<String>,
 }
 
 /// What repairing did, or would do.
@@ -66,6 +70,7 @@ impl RepairReport {
             object,
             what,
             layers,
+            good: None,
         });
     }
 }
@@ -249,6 +254,7 @@ impl LayerStore {
                         object,
                         what: format!("{why}; {what}"),
                         layers: names(),
+                        good: None,
                     });
                 }
                 Err(error) => lost_or(error, report, names())?,

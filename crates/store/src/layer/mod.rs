@@ -182,17 +182,56 @@ impl LayerStore {
     /// # Errors
     /// If the backend fails.
     pub fn exists(&self) -> Result<bool> {
+        self.is_there(true)
+    }
+
+    /// That there is a store at the address, as [`LayerStore::exists`] tells.
+    ///
+    /// # Errors
+    /// [`StoreError::NoStore`], or what the backend fails with.
+    pub fn must_exist(&self) -> Result<()> {
+        if self.exists()? {
+            return Ok(());
+        }
+        Err(self.no_store())
+    }
+
+    fn no_store(&self) -> StoreError {
+        StoreError::NoStore {
+            store: self.inner.url.clone(),
+        }
+    }
+
+    /// `unlisted`: the answer for a backend that cannot list, if there is no marker.
+    fn is_there(&self, unlisted: bool) -> Result<bool> {
         if self.check_marker()? {
             return Ok(true);
         }
         for family in ["refs/", "packs/"] {
             match self.inner.blobs.list(family) {
                 Ok(listed) if listed.is_empty() => {}
-                Ok(_) | Err(StoreError::NotSupported { .. }) => return Ok(true),
+                Ok(_) => return Ok(true),
+                Err(StoreError::NotSupported { .. }) => return Ok(unlisted),
                 Err(error) => return Err(error),
             }
         }
         Ok(false)
+    }
+
+    /// The error for a name that is not in the store: `unknown`, or that there is no store.
+    pub(crate) fn not_here(&self, unknown: StoreError) -> StoreError {
+        match self.is_there(false) {
+            Ok(false) => self.no_store(),
+            // Why it cannot be told is no better an answer.
+            Ok(true) | Err(_) => unknown,
+        }
+    }
+
+    fn unknown_reference(&self, reference: &Reference) -> StoreError {
+        self.not_here(StoreError::UnknownReference {
+            reference: reference.clone(),
+            store: self.inner.url.clone(),
+        })
     }
 
     /// Makes the store one if it is none yet. A warning if the marker was lost: looked at before
@@ -256,15 +295,12 @@ impl LayerStore {
     /// Digest of the manifest that a version is published as.
     ///
     /// # Errors
-    /// [`StoreError::UnknownReference`] if there is no such version,
-    /// [`StoreError::DamagedReference`] if it cannot be told what it names.
+    /// [`StoreError::UnknownReference`] if there is no such version, [`StoreError::NoStore`] if
+    /// there is no store, [`StoreError::DamagedReference`] if it cannot be told what it names.
     pub fn resolve(&self, reference: &Reference) -> Result<Digest> {
         self.check_marker()?;
         self.read_ref(reference)?
-            .ok_or_else(|| StoreError::UnknownReference {
-                reference: reference.clone(),
-                store: self.inner.url.clone(),
-            })
+            .ok_or_else(|| self.unknown_reference(reference))
     }
 
     pub(crate) fn read_ref(&self, reference: &Reference) -> Result<Option<Digest>> {
@@ -458,16 +494,14 @@ impl LayerStore {
     /// until garbage is collected.
     ///
     /// # Errors
-    /// [`StoreError::UnknownReference`] if there is no such version.
+    /// [`StoreError::UnknownReference`] if there is no such version, [`StoreError::NoStore`] if
+    /// there is no store.
     pub fn remove(&self, reference: &Reference) -> Result<()> {
         self.check_marker()?;
         if self.inner.blobs.delete(&Key::reference(reference))? {
             Ok(())
         } else {
-            Err(StoreError::UnknownReference {
-                reference: reference.clone(),
-                store: self.inner.url.clone(),
-            })
+            Err(self.unknown_reference(reference))
         }
     }
 

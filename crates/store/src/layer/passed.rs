@@ -19,6 +19,8 @@ pub struct StoredFrame {
     pub(super) frame: Frame,
     /// Its raw bytes, if single chunks of it may be wanted; else empty.
     pub(super) raw: Vec<u8>,
+    /// Only its chunks are to be taken, never its bytes as they are stored.
+    pub(super) apart: bool,
 }
 
 impl StoredFrame {
@@ -26,6 +28,15 @@ impl StoredFrame {
     #[must_use]
     pub fn stored_len(&self) -> u64 {
         self.frame.stored.len() as u64
+    }
+
+    /// The same, of which only the chunks are taken: they go to new frames. Its raw bytes must be
+    /// there.
+    pub(crate) fn apart(self) -> Self {
+        Self {
+            apart: true,
+            ..self
+        }
     }
 }
 
@@ -184,6 +195,7 @@ impl LayerStore {
         Ok(StoredFrame {
             frame,
             raw: if whole { Vec::new() } else { raw },
+            apart: false,
         })
     }
 }

@@ -15,9 +15,9 @@ use crate::format::locator::{FrameLoc, Locator, PackLoc};
 use crate::format::map::LayerMap;
 use crate::index::{SegmentStream, segments};
 use crate::key::Key;
-use crate::manifest::{LayerId, Manifest};
+use crate::manifest::{LayerId, Manifest, ParentRef};
 use crate::parallel::{Bounds, Order, for_each};
-use crate::reference::Reference;
+use crate::reference::{Kind, Reference};
 
 /// Bytes of requests and frames in memory at once, whatever the number of cores.
 const MAX_MEMORY: u64 = 64 << 20;
@@ -69,9 +69,12 @@ pub struct VerifyReport {
     pub absent_frames: u64,
     /// What is damaged. Empty: every byte of the layer is right.
     pub damaged: Vec<Damage>,
+    /// Layers that this one was made on, by name (by digest where the manifest has no name), whose
+    /// manifests are not in the store. Each has a warning too.
+    pub missing_parents: Vec<String>,
     /// What does not concern the layer's bytes, one line each: the store's marker is gone, or no
-    /// sound index segment names one of the layer's packs, so that new layers cannot share it.
-    /// Publishing the layer again mends both.
+    /// sound index segment names one of the layer's packs, so that new layers cannot share it
+    /// (publishing the layer again mends both), or a parent is missing or damaged.
     pub warnings: Vec<String>,
 }
 
@@ -185,6 +188,7 @@ impl LayerStore {
             raw_bytes: 0,
             absent_frames: 0,
             damaged: Vec::new(),
+            missing_parents: Vec::new(),
             warnings: Vec::new(),
         };
         drop(self.blobs().take_disagreements());
@@ -214,6 +218,7 @@ impl LayerStore {
             let what = format!("it names the manifest of {}", manifest.reference());
             report.note::<()>(Err(self.damaged_ref(reference, what)), Vec::new)?;
         }
+        self.verify_parents(&manifest, report)?;
         let everything = || {
             std::iter::once(0..manifest.data_size)
                 .filter(|r| !r.is_empty())
@@ -233,6 +238,43 @@ impl LayerStore {
         self.verify_packs(&map, &locator, report)?;
         self.verify_indexed(&locator, report)?;
         Ok(())
+    }
+
+    /// That the layers which it was made on are in the store. They are verified by themselves.
+    fn verify_parents(&self, manifest: &Manifest, report: &mut VerifyReport) -> Result<()> {
+        for parent in &manifest.parents {
+            match self.manifest(&parent.manifest) {
+                Ok(_) => {}
+                Err(StoreError::Missing { .. }) => {
+                    report.missing_parents.push(parent.name());
+                    report.warnings.push(self.lacks_parent(manifest, parent));
+                }
+                Err(error) if error.is_damage() => report.warnings.push(format!(
+                    "its parent {} cannot be read: {error}",
+                    parent.name()
+                )),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// What it means that a layer's parent is not in the store.
+    pub(crate) fn lacks_parent(&self, manifest: &Manifest, parent: &ParentRef) -> String {
+        let name = match &parent.reference {
+            Some(reference) => format!("{reference} ({})", parent.manifest),
+            None => parent.manifest.to_string(),
+        };
+        let meaning = match manifest.kind {
+            Kind::Diff => {
+                "so it cannot be mounted from there by its name alone; copy the parent there, or name a store that has it too"
+            }
+            Kind::Base | Kind::Workspace | Kind::Toolkit => "the layer itself lacks nothing",
+        };
+        format!(
+            "its parent {name} is not in store {}: {meaning}",
+            self.url()
+        )
     }
 
     /// That a sound index segment names each pack of the layer.

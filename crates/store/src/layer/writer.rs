@@ -347,7 +347,8 @@ impl LayerWriter {
         }
         let bytes: u64 = missing.iter().map(|c| u64::from(c.len)).sum();
         if missing.is_empty()
-            || (!frame.raw.is_empty() && bytes * 2 < u64::from(frame.frame.raw_len))
+            || (!frame.raw.is_empty()
+                && (frame.apart || bytes * 2 < u64::from(frame.frame.raw_len)))
         {
             for chunk in missing {
                 let start = usize::try_from(chunk.offset).unwrap_or(usize::MAX);

@@ -51,6 +51,10 @@ pub struct TransferOptions {
     pub session_bytes: u64,
     /// Look at layers that the target has, too: damage there is healed as by publishing again.
     pub recheck: bool,
+    /// Frames that hold more than their layer uses do not move whole: the layer's chunks in them
+    /// are written to new frames, so that nothing else goes along, such as what was removed before
+    /// the layer was built. What the target has stays as it is there.
+    pub reframe: bool,
 }
 
 impl Default for TransferOptions {
@@ -60,6 +64,7 @@ impl Default for TransferOptions {
             connections: 8,
             session_bytes: 256 << 20,
             recheck: false,
+            reframe: false,
         }
     }
 }
@@ -171,7 +176,7 @@ fn has_layer(target: &LayerStore, digest: &Digest, manifest: &Manifest) -> Resul
             existing,
             new: *digest,
         }),
-        Err(StoreError::UnknownReference { .. }) => Ok(false),
+        Err(StoreError::UnknownReference { .. } | StoreError::NoStore { .. }) => Ok(false),
         Err(error) => Err(error),
     }
 }
@@ -244,7 +249,8 @@ impl Session<'_> {
             Some(writer) => writer,
             None => self.target.writer(self.options.writer.clone())?,
         };
-        let plan = Planned::new(self.source, &mut writer, map, locator, only);
+        let reframe = self.options.reframe;
+        let plan = Planned::new(self.source, &mut writer, map, locator, only, reframe);
         self.writer = Some(writer);
         let plan = plan?;
         layer.reused_frames = plan.reused_frames;

@@ -25,6 +25,8 @@ struct Wanted {
     chunks: FrameChunks,
     /// It will be passed on as it is.
     whole: bool,
+    /// It holds more than the layer uses, and only the layer's chunks are to go.
+    apart: bool,
 }
 
 /// A range of a pack, and the frames in it that move.
@@ -64,13 +66,15 @@ fn frame_of(locator: &Locator, number: u32) -> Result<(&FrameLoc, Digest)> {
 }
 
 impl Planned {
-    /// Asks the writer for every chunk of the layer, or of these frames of it.
+    /// Asks the writer for every chunk of the layer, or of these frames of it. `reframe`: of frames
+    /// that hold more than the layer uses only its chunks are to go.
     pub(super) fn new(
         source: &LayerStore,
         writer: &mut LayerWriter,
         map: &LayerMap,
         locator: &Locator,
         only: Option<&HashSet<u32>>,
+        reframe: bool,
     ) -> Result<Self> {
         let mut plan = Self::default();
         let mut tables = Tables::default();
@@ -103,10 +107,17 @@ impl Planned {
                 continue;
             }
             plan.moved_bytes += u64::from(frame.stored_len);
+            let mut chunks = tables.chunks(source, map, locator, number)?;
+            let own: u64 = chunks.needed.iter().map(|chunk| u64::from(chunk.2)).sum();
+            let apart = reframe && own < u64::from(frame.raw_len);
+            if apart {
+                chunks.others.clear();
+            }
             let wanted = Wanted {
                 number,
-                chunks: tables.chunks(source, map, locator, number)?,
-                whole: missing.saturating_mul(2) >= u64::from(frame.raw_len),
+                chunks,
+                whole: !apart && missing.saturating_mul(2) >= u64::from(frame.raw_len),
+                apart,
             };
             plan.push(frame, pack, wanted);
         }
@@ -166,7 +177,10 @@ impl Request {
             .parts_checked(&key, start, &bytes, &parts, &mut |at, stored| {
                 match frames.get(at) {
                     Some((frame, wanted)) => {
-                        source.stored_frame(&self.pack, frame, stored, &wanted.chunks, wanted.whole)
+                        let (chunks, whole) = (&wanted.chunks, wanted.whole);
+                        let frame =
+                            source.stored_frame(&self.pack, frame, stored, chunks, whole)?;
+                        Ok(if wanted.apart { frame.apart() } else { frame })
                     }
                     None => Err(source.missing(&key)), // there is a part for each frame
                 }

@@ -69,13 +69,14 @@ pub fn is_pattern(text: &str) -> bool {
 /// The layers meant, each once, parents before the layers made on them.
 ///
 /// # Errors
-/// [`StoreError::UnknownReference`] for a reference that is not there,
-/// [`StoreError::InvalidReference`] for a pattern that nothing matches; damage of references and
-/// manifests that are selected.
+/// [`StoreError::NoStore`] if there is no store, [`StoreError::UnknownReference`] for a reference
+/// that is not there, [`StoreError::NoMatch`] for a pattern that nothing matches; damage of
+/// references and manifests that are selected.
 pub fn select(store: &LayerStore, selection: &Selection) -> Result<Vec<(Digest, Manifest)>> {
     let mut wanted: Vec<Reference> = Vec::new();
     let mut entries = None;
     if selection.all || selection.patterns.iter().any(|p| is_pattern(p)) {
+        store.must_exist()?;
         entries = Some(store.entries()?);
     }
     for entry in entries.iter().flatten().filter(|_| selection.all) {
@@ -90,9 +91,9 @@ pub fn select(store: &LayerStore, selection: &Selection) -> Result<Vec<(Digest, 
         let found = entries.iter().flatten().map(|e| &e.reference);
         wanted.extend(found.filter(|r| matches(pattern, &r.to_string())).cloned());
         if wanted.len() == before {
-            return Err(StoreError::InvalidReference {
-                text: pattern.chars().take(300).collect(),
-                why: format!("no layer of store {} matches it", store.url()),
+            return Err(StoreError::NoMatch {
+                pattern: pattern.chars().take(300).collect(),
+                store: store.url().to_owned(),
             });
         }
     }

@@ -109,3 +109,43 @@ fn layers_are_read_and_nothing_is_written() {
         assert!(error.to_string().contains(&server.url()), "{error}");
     }
 }
+
+/// Behind a web server the marker alone tells whether there is a store.
+#[test]
+fn an_address_of_the_web_without_a_store_is_passed_over() {
+    let dir = ScratchDir::new("web-none").unwrap();
+    let Some(server) = nginx(&dir) else {
+        layerpack_fixtures::skip!("nginx is not installed");
+    };
+    let files = sample(3);
+    let path = dir.join("store");
+    let local = LayerStore::new(Arc::new(FileStore::new(&path).unwrap()));
+    publish(&local, "base/x:1", &files).unwrap();
+    let (web, local) = (server.url(), path.display());
+
+    for (address, listed) in [
+        (format!("{web}/none,{web}/store"), false),
+        (format!("{web}/none,file://{local}"), true),
+        (format!("file://{local}-none,{web}/store"), false),
+    ] {
+        let store = LayerStore::new(open_url(&address).unwrap());
+        assert_eq!(
+            read_all(&store, "base/x:1").unwrap(),
+            data_of(&files),
+            "{address}"
+        );
+        let unknown = store.load(&"base/y:1".parse().unwrap()).unwrap_err();
+        assert!(
+            matches!(unknown, StoreError::UnknownReference { .. }),
+            "{address}: {unknown:?}"
+        );
+        assert_eq!(store.blobs().passed_over().len(), 1, "{address}");
+        assert_eq!(store.list().is_ok(), listed, "{address}");
+        let error = publish(&store, "base/y:1", &files).map(drop).unwrap_err();
+        assert!(error.to_string().contains("is no store"), "{error}");
+    }
+    assert!(!dir.join("store-none").exists());
+    let nowhere = LayerStore::new(open_url(&format!("{web}/none")).unwrap());
+    let error = nowhere.load(&"base/x:1".parse().unwrap()).unwrap_err();
+    assert!(matches!(error, StoreError::NoStore { .. }), "{error:?}");
+}

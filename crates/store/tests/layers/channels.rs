@@ -35,10 +35,24 @@ fn names_of_channels() {
 fn a_channel_moves_and_remembers() {
     let (blobs, store) = memory();
     let latest = name("base/a@latest");
-    assert!(matches!(
+    for error in [
         store.resolve_channel(&latest).unwrap_err(),
-        StoreError::UnknownChannel { .. }
-    ));
+        store.remove_channel(&latest).unwrap_err(),
+        store.resolve(&reference("base/a:1")).unwrap_err(),
+        store.remove(&reference("base/a:1")).unwrap_err(),
+    ] {
+        assert!(matches!(error, StoreError::NoStore { .. }), "{error:?}");
+    }
+    publish(&store, "base/other:1", &[noise(1, 100)]).unwrap();
+    for error in [
+        store.resolve_channel(&latest).unwrap_err(),
+        store.remove_channel(&latest).unwrap_err(),
+    ] {
+        assert!(
+            matches!(error, StoreError::UnknownChannel { .. }),
+            "{error:?}"
+        );
+    }
     let version = |i: u64| Version::new(&i.to_string()).unwrap();
     for i in 0..MAX_HISTORY as u64 + 3 {
         publish(&store, &format!("base/a:{i}"), &[noise(i, 100)]).unwrap();

@@ -1,10 +1,13 @@
 //! Answers that are wrong: they are asked for again, from the next address of a store with several.
+//! And addresses that are no store: they are passed over.
 
 use std::sync::Arc;
+use std::time::Duration;
 
+use layerpack_fixtures::ScratchDir;
 use layerpack_store::{
-    BlobStore, Fault, FaultStore, Key, LayerStore, MemStore, MirrorStore, Operation, PutMode,
-    StoreError,
+    BlobStore, Fault, FaultStore, FileStore, GcOptions, Key, LayerStore, MemStore, MirrorStore,
+    Operation, PutMode, StoreError,
 };
 
 use crate::support::{data_of, noise, publish, read_all, reference, text};
@@ -111,6 +114,105 @@ fn an_audit_names_the_address() {
         damaged.what
     );
     assert!(report.layers.iter().all(|layer| layer.sound));
+}
+
+/// A pack that the first address lacks: proving the whole store names that address and the one
+/// that has the pack, and no layer is the worse for it. Lost at both it is lost.
+#[test]
+fn an_audit_finds_a_pack_at_another_address() {
+    let (first, copy) = pair("lacks");
+    let (pack, _) = content(&first).pop().unwrap();
+    assert!(pack.as_str().starts_with("packs/"), "{pack}");
+    first.delete(&pack).unwrap();
+    let store = mirrored(&first, &copy);
+    for read_data in [false, true] {
+        let report = store.audit(read_data).unwrap();
+        assert_eq!(report.damaged.len(), 1, "{:?}", report.damaged);
+        let damaged = &report.damaged[0];
+        assert_eq!(damaged.object, pack.as_str());
+        let first = damaged.what.find("mem://mirrors-lacks-first");
+        let copy = damaged.what.find("while mem://mirrors-lacks-copy");
+        assert!(first.is_some() && first < copy, "{}", damaged.what);
+        assert_eq!(damaged.good.as_deref(), Some("mem://mirrors-lacks-copy"));
+        assert!(report.layers.iter().all(|layer| layer.sound));
+        assert!(report.warnings.is_empty(), "{:?}", report.warnings);
+        assert_eq!(report.frames > 0, read_data);
+    }
+    // A byte that is wrong there is found, too.
+    let good = copy.get(&pack, u64::MAX).unwrap().unwrap();
+    bend(&copy, &pack, &[100]);
+    let report = store.audit(true).unwrap();
+    assert_eq!(report.damaged[0].layers, [NAME], "{:?}", report.damaged);
+    assert_eq!(report.damaged[0].good, None);
+    assert!(report.layers.iter().all(|layer| !layer.sound));
+    copy.put(&pack, &good, PutMode::Overwrite).unwrap();
+    assert!(store.audit(true).unwrap().layers[0].sound);
+
+    copy.delete(&pack).unwrap();
+    let report = store.audit(false).unwrap();
+    assert_eq!(report.damaged.len(), 1, "{:?}", report.damaged);
+    assert_eq!(report.damaged[0].layers, [NAME]);
+    assert!(report.damaged[0].what.contains("is missing from store"));
+}
+
+/// A directory that is not there, or an empty one, is no store: it is not believed, nor made one.
+#[test]
+fn an_address_that_is_no_store_hides_nothing() {
+    let dir = ScratchDir::new("no-store").unwrap();
+    let good: Arc<dyn BlobStore> = Arc::new(FileStore::new(dir.join("good")).unwrap());
+    publish(&LayerStore::new(Arc::clone(&good)), NAME, &files()).unwrap();
+    let before = good.list("").unwrap();
+    let empty = dir.mkdir("empty").unwrap();
+    let collection = GcOptions {
+        grace: Duration::ZERO,
+        dry_run: false,
+        wait: false,
+    };
+    for name in ["empty", "nowhere"] {
+        let none: Arc<dyn BlobStore> = Arc::new(FileStore::new(dir.join(name)).unwrap());
+        let store = mirrored(&none, &good);
+        assert!(store.exists().unwrap(), "{name}");
+        assert_eq!(store.list().unwrap().len(), 1, "{name}");
+        assert!(read_all(&store, NAME).unwrap() == data_of(&files()));
+        assert!(store.verify(&reference(NAME)).unwrap().is_ok());
+        assert!(store.audit(true).unwrap().damaged.is_empty());
+        let passed = store.blobs().passed_over();
+        assert_eq!(passed.len(), 1, "{passed:?}");
+        assert!(passed[0].contains(&format!("/{name} ")), "{passed:?}");
+
+        for error in [
+            publish(&store, "base/y:1", &files()).map(drop).unwrap_err(),
+            store.remove(&reference(NAME)).unwrap_err(),
+            store.collect(collection).map(drop).unwrap_err(),
+        ] {
+            assert!(
+                matches!(error, StoreError::InvalidUrl { .. }),
+                "{name}: {error:?}"
+            );
+            assert!(error.to_string().contains("is no store"), "{error}");
+        }
+        let unknown = store.resolve(&reference("base/y:1")).unwrap_err();
+        assert!(matches!(unknown, StoreError::UnknownReference { .. }));
+    }
+    assert!(!dir.join("nowhere").exists(), "nothing was made there");
+    assert_eq!(fs_err::read_dir(&empty).unwrap().count(), 0);
+    assert_eq!(good.list("").unwrap(), before);
+
+    // The other way round: the first is a store, and what is no copy of it does no harm.
+    let none: Arc<dyn BlobStore> = Arc::new(FileStore::new(&empty).unwrap());
+    let store = mirrored(&good, &none);
+    publish(&store, "base/y:1", &files()).unwrap();
+    assert!(store.blobs().passed_over().is_empty());
+    assert_eq!(fs_err::read_dir(&empty).unwrap().count(), 0);
+
+    // None of them is one: that is said, until the first write makes the first one a store.
+    let nowhere: Arc<dyn BlobStore> = Arc::new(FileStore::new(dir.join("nowhere")).unwrap());
+    let store = mirrored(&nowhere, &none);
+    let error = store.resolve(&reference(NAME)).unwrap_err();
+    assert!(matches!(error, StoreError::NoStore { .. }), "{error:?}");
+    publish(&store, NAME, &files()).unwrap();
+    assert!(dir.join("nowhere/layerpack.json").exists());
+    assert_eq!(fs_err::read_dir(&empty).unwrap().count(), 0);
 }
 
 /// Each address has another frame of one request wrong: together they have all.

@@ -141,6 +141,10 @@ fn what_profiles_use_is_seeded_and_the_rest_says_so() {
     let both = MirrorStore::new(to.blobs().clone(), vec![from.blobs().clone()]);
     let both = LayerStore::new(std::sync::Arc::new(both));
     assert_eq!(read_all(&both, "base/a:1").unwrap(), data_of(&files()));
+    // What is elsewhere by purpose is no damage, though the origin has it.
+    let audit = both.audit(true).unwrap();
+    assert!(audit.damaged.is_empty(), "{:?}", audit.damaged);
+    assert!(audit.layers[0].sound && audit.layers[0].part.is_some());
 
     // A copy makes it whole and moves only the rest.
     let all = Selection {

@@ -150,6 +150,52 @@ fn another_content_is_a_conflict_before_anything_moves() {
     assert_eq!(blobs.list("").unwrap(), before);
 }
 
+/// Whether these bytes are in one of the store's packs. What does not compress is stored as it is.
+fn packs_hold(blobs: &Arc<dyn BlobStore>, bytes: &[u8]) -> bool {
+    blobs.list("packs/").unwrap().iter().any(|object| {
+        let pack = blobs.get(&object.key, u64::MAX).unwrap().unwrap();
+        pack.windows(bytes.len()).any(|window| window == bytes)
+    })
+}
+
+/// A file that was removed before a layer was built shares a frame with others of the layer. The
+/// frame moves whole, unless it is to be made anew.
+#[test]
+fn what_a_layer_does_not_have_stays_behind() {
+    let (source, from) = memory();
+    let secret = noise(99, 700);
+    let mut files = vec![noise(1, 9000), secret.clone(), noise(2, 9000)];
+    publish(&from, "base/a:1", &files).unwrap();
+    files.remove(1);
+    let second = publish(&from, "base/a:2", &files).unwrap();
+    assert_eq!(second.stats.new_chunks, 0, "they share their frames");
+    assert!(packs_hold(&source, &secret));
+
+    let (blobs, to) = memory();
+    copy(&from, &to, &["base/a:2"]).unwrap();
+    assert!(packs_hold(&blobs, &secret));
+
+    let mut anew = settings();
+    anew.reframe = true;
+    let (blobs, to) = memory();
+    let report = copy_with(&from, &to, &["base/a:2"], &anew).unwrap();
+    assert_eq!(report.layers[0].digest, second.digest);
+    assert!(!packs_hold(&blobs, &secret));
+    assert!(packs_hold(&blobs, &files[1]));
+    assert_eq!(read_all(&to, "base/a:2").unwrap(), data_of(&files));
+    let verified = to.verify(&reference("base/a:2")).unwrap();
+    assert!(verified.is_ok() && verified.warnings.is_empty());
+    // Nothing moves twice, and what the target has is not touched.
+    let again = copy_with(&from, &to, &["base/a:2"], &anew).unwrap();
+    assert_eq!(moved(&again), 0);
+
+    // To the layer that has it, it goes along.
+    let (blobs, to) = memory();
+    copy_with(&from, &to, &["base/a:1"], &anew).unwrap();
+    assert!(packs_hold(&blobs, &secret));
+    assert!(to.verify(&reference("base/a:1")).unwrap().is_ok());
+}
+
 fn diff_on(store: &LayerStore, name: &str, below: &str, files: &[Vec<u8>]) {
     let mut writer = store.writer(options()).unwrap();
     let chunks = add(&mut writer, files).unwrap();
@@ -185,6 +231,23 @@ fn parents_of_diffs_come_first() {
     let layers = select(&from, &selection).unwrap();
     transfer(&from, &alone, &layers, &settings(), &mut |_| {}).unwrap();
     assert_eq!(alone.list().unwrap().len(), 1);
+    // Whoever verifies is told what it cannot be mounted without.
+    let report = alone.verify(&reference("diff/y:1")).unwrap();
+    assert!(report.is_ok(), "{:?}", report.damaged);
+    assert_eq!(report.missing_parents, ["diff/x:1"]);
+    assert_eq!(report.warnings.len(), 1, "{:?}", report.warnings);
+    assert!(report.warnings[0].contains("parent diff/x:1"));
+    let audit = alone.audit(true).unwrap();
+    assert!(audit.damaged.is_empty(), "{:?}", audit.damaged);
+    assert_eq!(audit.layers[0].missing_parents, ["diff/x:1"]);
+    assert!(audit.warnings.iter().any(|w| w.contains("parent diff/x:1")));
+    for name in ["base/a:1", "diff/x:1", "diff/y:1"] {
+        let report = to.verify(&reference(name)).unwrap();
+        assert!(report.missing_parents.is_empty() && report.warnings.is_empty());
+    }
+    let audit = to.audit(true).unwrap();
+    assert!(audit.warnings.is_empty(), "{:?}", audit.warnings);
+    assert!(audit.layers.iter().all(|l| l.missing_parents.is_empty()));
     let all = Selection {
         all: true,
         ..Selection::default()

@@ -10,7 +10,7 @@ use super::{PathText, open};
 use crate::args::FindArgs;
 use crate::commands::Outcome;
 use crate::context::Context;
-use crate::failure::usage;
+use crate::failure::{of_options, usage};
 use crate::output::{print, printable_bytes};
 
 /// An entry in `-o json`.
@@ -47,7 +47,7 @@ pub(crate) fn find(context: &Context, args: &FindArgs) -> Outcome {
         size: args.size,
     };
     let view = open(&context.store_to_read()?, refs, args.alone)?;
-    let entries = view.find(&find)?;
+    let entries = view.find(&find).map_err(of_options)?;
     let found: Vec<Found> = entries
         .iter()
         .map(|e| {

@@ -31,7 +31,7 @@ struct Row {
 }
 
 pub(super) fn run(context: &Context, args: &SnapshotLsArgs) -> Outcome {
-    let store = context.store()?;
+    let store = context.store_that_is()?;
     let on = match &args.on {
         None => None,
         Some(text) => Some(store.resolve(&parse_reference(text)?)?),
