@@ -52,12 +52,13 @@ pub use index::{ChunkIndex, CompactOptions, CompactReport, IndexStats, compact_i
 pub use key::Key;
 pub use layer::{
     Damage, Delivery, Draft, FetchStats, FileChunks, FrameChunks, LayerStore, LayerWriter,
-    MetaImage, MetaWriter, PublishOutcome, Published, ReadLimits, RefEntry, Sealed, SeedMarker,
-    Staged, StoredFrame, VerifyReport, WriteStats, WriterOptions, publish_all,
+    MetaImage, MetaWriter, Parts, PartsWanted, PublishOutcome, Published, ReadLimits, RefEntry,
+    Sealed, SeedMarker, Staged, StoredFrame, VerifyReport, WriteStats, WriterOptions, publish_all,
 };
 pub use manifest::{
     Blob, Counts, Features, LayerId, MAX_MANIFEST_BYTES, MAX_META_BYTES, Manifest, ParentRef,
 };
+pub use parallel::at_once;
 pub use reference::{Kind, LayerName, Reference, Version};
 pub use signature::{PublicKey, SignatureEntry, SigningKey};
 pub use spool::Spool;

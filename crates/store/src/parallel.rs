@@ -158,6 +158,35 @@ pub(crate) fn for_each<I: Sync, R: Send, E>(
     })
 }
 
+/// What `work` makes of each item, in their order, with at most `most` items worked on at once.
+///
+/// # Errors
+/// The first in the items' order that `work` answers; what is under way then is waited for, and
+/// nothing further is begun.
+pub fn at_once<I: Sync, T: Send, E: Send>(
+    items: &[I],
+    most: usize,
+    work: impl Fn(&I) -> Result<T, E> + Sync,
+) -> Result<Vec<T>, E> {
+    let bounds = Bounds {
+        threads: most,
+        bytes: u64::MAX,
+    };
+    let mut made = Vec::with_capacity(items.len());
+    for_each(
+        items,
+        bounds,
+        Order::Kept,
+        |_| 0,
+        work,
+        |_, result| {
+            made.push(result?);
+            Ok(())
+        },
+    )?;
+    Ok(made)
+}
+
 fn worker<I, R>(
     shared: &Shared<R>,
     items: &[I],

@@ -16,12 +16,13 @@ mod read;
 mod reframe;
 pub(crate) mod repack;
 mod staged;
+mod together;
 mod trust;
 mod verify;
 mod writer;
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
@@ -34,6 +35,7 @@ pub use passed::{FrameChunks, StoredFrame};
 pub use publish::{Draft, PublishOutcome, Published, Sealed};
 pub use read::{Delivery, FetchStats, ReadLimits};
 pub use staged::{Staged, publish_all};
+pub use together::{Parts, PartsWanted};
 pub use verify::{Damage, VerifyReport};
 pub use writer::{FileChunks, LayerWriter, WriteStats, WriterOptions};
 
@@ -62,6 +64,8 @@ struct Inner {
     url: String,
     /// Set once the store's marker was read and understood.
     known: OnceLock<()>,
+    /// Held while it is read: of several who need it at once one reads it.
+    looking: Mutex<()>,
     /// Where writers keep their copy of the index.
     index_cache: Option<PathBuf>,
 }
@@ -99,6 +103,7 @@ impl LayerStore {
                 blobs,
                 url,
                 known: OnceLock::new(),
+                looking: Mutex::new(()),
                 index_cache: None,
             }),
         }
@@ -112,6 +117,7 @@ impl LayerStore {
                 blobs,
                 url,
                 known: self.inner.known.clone(),
+                looking: Mutex::new(()),
                 index_cache: self.inner.index_cache.clone(),
             }),
         }
@@ -127,6 +133,7 @@ impl LayerStore {
                 blobs: Arc::clone(&self.inner.blobs),
                 url: self.inner.url.clone(),
                 known: self.inner.known.clone(),
+                looking: Mutex::new(()),
                 index_cache: Some(cache.into()),
             }),
         }
@@ -150,9 +157,18 @@ impl LayerStore {
         &self.inner.url
     }
 
+    /// Whether the marker was read and understood.
+    fn knows_marker(&self) -> bool {
+        self.inner.known.get().is_some()
+    }
+
     /// Reads the marker once. `false`: there is none, so nothing was ever written here.
     pub(crate) fn check_marker(&self) -> Result<bool> {
-        if self.inner.known.get().is_some() {
+        if self.knows_marker() {
+            return Ok(true);
+        }
+        let _looking = (self.inner.looking.lock()).unwrap_or_else(PoisonError::into_inner);
+        if self.knows_marker() {
             return Ok(true);
         }
         let key = Key::marker();
@@ -298,7 +314,10 @@ impl LayerStore {
     /// [`StoreError::UnknownReference`] if there is no such version, [`StoreError::NoStore`] if
     /// there is no store, [`StoreError::DamagedReference`] if it cannot be told what it names.
     pub fn resolve(&self, reference: &Reference) -> Result<Digest> {
-        self.check_marker()?;
+        self.beside_marker(|| self.resolve_now(reference))
+    }
+
+    fn resolve_now(&self, reference: &Reference) -> Result<Digest> {
         self.read_ref(reference)?
             .ok_or_else(|| self.unknown_reference(reference))
     }
@@ -336,7 +355,10 @@ impl LayerStore {
     /// # Errors
     /// [`StoreError::Missing`], or [`StoreError::Corrupt`] if its bytes are not those of `digest`.
     pub fn manifest(&self, digest: &Digest) -> Result<Manifest> {
-        self.check_marker()?;
+        self.beside_marker(|| self.manifest_now(digest))
+    }
+
+    fn manifest_now(&self, digest: &Digest) -> Result<Manifest> {
         let key = Key::manifest(digest);
         self.need_checked(&key, MAX_MANIFEST_BYTES, &mut |bytes| {
             let found = Digest::of(bytes);
@@ -353,7 +375,11 @@ impl LayerStore {
     /// As [`LayerStore::resolve`] and [`LayerStore::manifest`];
     /// [`StoreError::DamagedReference`] if the manifest is for another reference.
     pub fn load(&self, reference: &Reference) -> Result<(Digest, Manifest)> {
-        let digest = self.resolve(reference)?;
+        self.beside_marker(|| self.load_now(reference))
+    }
+
+    fn load_now(&self, reference: &Reference) -> Result<(Digest, Manifest)> {
+        let digest = self.resolve_now(reference)?;
         let error = match self.manifest_of(reference, &digest) {
             Ok(manifest) => return Ok((digest, manifest)),
             Err(error) if error.is_damage() => error,
@@ -374,7 +400,7 @@ impl LayerStore {
     }
 
     fn manifest_of(&self, reference: &Reference, digest: &Digest) -> Result<Manifest> {
-        let manifest = self.manifest(digest)?;
+        let manifest = self.manifest_now(digest)?;
         if &manifest.reference() != reference {
             let what = format!("it names the manifest of {}", manifest.reference());
             return Err(self.damaged_ref(reference, what));
@@ -387,6 +413,10 @@ impl LayerStore {
     /// # Errors
     /// [`StoreError::Missing`] or [`StoreError::Corrupt`].
     pub fn meta(&self, manifest: &Manifest) -> Result<Vec<u8>> {
+        self.beside_marker(|| self.meta_now(manifest))
+    }
+
+    fn meta_now(&self, manifest: &Manifest) -> Result<Vec<u8>> {
         self.object(&Key::meta(&manifest.meta.digest), &manifest.meta)
     }
 
@@ -395,6 +425,10 @@ impl LayerStore {
     /// # Errors
     /// [`StoreError::Missing`] or [`StoreError::Corrupt`].
     pub fn map(&self, manifest: &Manifest) -> Result<LayerMap> {
+        self.beside_marker(|| self.map_now(manifest))
+    }
+
+    fn map_now(&self, manifest: &Manifest) -> Result<LayerMap> {
         let key = Key::map(&manifest.map.digest);
         let bytes = self.object(&key, &manifest.map)?;
         let map = LayerMap::parse(&bytes).map_err(|e| self.bad(&key, &e))?;
@@ -418,16 +452,16 @@ impl LayerStore {
     }
 
     fn locator_of(&self, map_digest: &Digest, map: &LayerMap) -> Result<Locator> {
-        self.check_marker()?;
         let key = Key::locator(map_digest);
-        self.need_checked(&key, MAX_LOCATOR_BYTES, &mut |bytes| {
-            Locator::parse(bytes, map_digest, map).map_err(|e| self.bad(&key, &e))
+        self.beside_marker(|| {
+            self.need_checked(&key, MAX_LOCATOR_BYTES, &mut |bytes| {
+                Locator::parse(bytes, map_digest, map).map_err(|e| self.bad(&key, &e))
+            })
         })
     }
 
-    /// A compressed object by the digest and size of its raw bytes.
+    /// A compressed object by the digest and size of its raw bytes. Reads no marker.
     fn object(&self, key: &Key, blob: &Blob) -> Result<Vec<u8>> {
-        self.check_marker()?;
         self.need_checked(key, max_stored(blob.size), &mut |stored| {
             let raw = decompress_object(stored, blob.size).map_err(|e| self.bad(key, &e))?;
             let digest = Digest::of(&raw);
