@@ -24,6 +24,7 @@
 mod adopt;
 mod backing;
 mod caches;
+mod given;
 mod layer;
 mod learn;
 mod lease;
@@ -63,6 +64,7 @@ use crate::peers::PeerLink;
 use crate::record::Recordings;
 use crate::sync::{AtomicBool, AtomicU64, Condvar, Mutex, Ordering, RwLock};
 
+use given::Candidate;
 use layer::{Slot, StoreRef};
 use learn::Learner;
 use lease::Record;
@@ -73,7 +75,9 @@ use store_lease::StoreLeases;
 
 pub use backing::ErofsBacking;
 pub use caches::{CacheChecked, CacheStatus, CachedLayer, Evicted};
+pub use given::GivenManifests;
 pub use learn::{LearntProfile, PublishedProfile};
+pub(crate) use prefetch::Task as PrefetchTask;
 pub use prefetch::{PrefetchMode, PrefetchSpec};
 pub use recording::{Recorded, RecordingBegun};
 pub use status::NodeMetrics;
@@ -334,7 +338,7 @@ impl Node {
         let store = StoreRef::Open(store.clone());
         self.protect(&store, &[*manifest])?;
         let parsed = self.manifest(&store, manifest)?;
-        self.bring_up(&store, parsed, manifest)
+        self.bring_up(&store, &Candidate::kept(parsed, *manifest))
     }
 
     fn load_leases(&self) -> Result<Vec<Record>> {
@@ -559,13 +563,7 @@ impl Node {
             tracing::warn!("a mount of layer data is still in use elsewhere");
         } else if !force {
             // The filesystem is gone, and with it all open files; who aborts it cannot say that.
-            for entry in self.registry.entries() {
-                if let Some(blob) = entry.blob()
-                    && blob.cache().is_frozen()
-                {
-                    blob.give_back();
-                }
-            }
+            self.registry.all_closed();
         }
         Ok(())
     }
