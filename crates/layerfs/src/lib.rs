@@ -30,9 +30,10 @@ pub mod whole;
 pub use error::{LayerfsError, Result};
 pub use learnt::LEARNT;
 pub use node::{
-    CacheChecked, CacheStatus, CachedLayer, ErofsBacking, Evicted, LayerHandle, LayerStatus,
-    LearntProfile, LeaseInfo, LeaseSpec, Node, NodeConfig, NodeMetrics, NodeStatus, PrefetchMode,
-    PrefetchSpec, PublishedProfile, Recorded, RecordingBegun, Stack, StoreOpener, Totals,
+    CacheChecked, CacheStatus, CachedLayer, ErofsBacking, Evicted, GivenManifests, LayerHandle,
+    LayerStatus, LearntProfile, LeaseInfo, LeaseSpec, Node, NodeConfig, NodeMetrics, NodeStatus,
+    PrefetchMode, PrefetchSpec, PublishedProfile, Recorded, RecordingBegun, Stack, StoreOpener,
+    Totals,
 };
 pub use record::Touch;
 pub use trace::{TraceBatch, TraceEvent, TraceKind};

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use layerpack_store::LayerId;
 use serde::{Deserialize, Serialize};
@@ -172,10 +172,23 @@ impl Tracer {
 type Running = (Vec<LayerId>, Arc<Tracer>);
 
 /// All traces of a node.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Traces {
     running: Mutex<BTreeMap<u64, Running>>,
     next: AtomicU64,
+}
+
+impl Default for Traces {
+    /// Numbers begin by the clock, so that who asks for a trace of an earlier process does not get
+    /// another one's events. They fit into the 53 bits of a number in JSON.
+    fn default() -> Self {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let millis = now.map_or(0, |now| u64::try_from(now.as_millis()).unwrap_or(0));
+        Self {
+            running: Mutex::default(),
+            next: AtomicU64::new((millis << 10) & ((1 << 52) - 1)),
+        }
+    }
 }
 
 impl Traces {

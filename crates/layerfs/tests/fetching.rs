@@ -249,6 +249,50 @@ fn a_hanging_store_costs_readers_their_timeout_only() {
 }
 
 #[test]
+fn a_store_that_is_away_fails_reads_or_is_waited_for() {
+    let f = fixture(mem());
+    let gauge = Gauge::new(f.blobs.clone());
+    gauge.away.store(true, Ordering::SeqCst);
+    let blob = f.blob(gauge.clone(), &f.scratch.join("fails"), config());
+    let error = read(&blob, &f.data, 0, 5000).unwrap_err();
+    assert!(error.may_pass() && error.errno() == Errno::IO, "{error}");
+    // What is no matter of reaching it is not waited for.
+    let waits = FetchConfig {
+        wait_for_store: true,
+        ..config()
+    };
+    let emptied = fixture(mem());
+    for pack in emptied.blobs.list("packs/").unwrap() {
+        assert!(emptied.blobs.delete(&pack.key).unwrap());
+    }
+    let dir = emptied.scratch.join("missing");
+    let blob = emptied.blob(emptied.blobs.clone(), &dir, waits);
+    let error = read(&blob, &emptied.data, 0, 5000).unwrap_err();
+    assert!(!error.may_pass(), "{error}");
+
+    let blob = f.blob(gauge.clone(), &f.scratch.join("waits"), waits);
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| read(&blob, &f.data, 0, 5000));
+        let before = gauge.ranges.load(Ordering::SeqCst);
+        let end = std::time::Instant::now() + LONG;
+        while gauge.ranges.load(Ordering::SeqCst) < before + 3 {
+            assert!(std::time::Instant::now() < end && !reader.is_finished());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        gauge.away.store(false, Ordering::SeqCst);
+        reader.join().unwrap().unwrap();
+    });
+    // No longer than it is told to.
+    gauge.away.store(true, Ordering::SeqCst);
+    let short = FetchConfig {
+        read_timeout: Duration::from_millis(300),
+        ..waits
+    };
+    let blob = f.blob(gauge, &f.scratch.join("short"), short);
+    read(&blob, &f.data, 0, 5000).unwrap_err();
+}
+
+#[test]
 fn closing_wakes_those_who_wait() {
     let f = fixture(mem());
     let gauge = Gauge::new(f.blobs.clone());

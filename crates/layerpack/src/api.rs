@@ -70,6 +70,9 @@ pub(crate) const PACK_DIFF: &str = "/v1/pack-diff";
 /// `POST` [`GuardRequest`]: [`Guarding`].
 pub(crate) const GUARDS: &str = "/v1/guards";
 
+/// `POST`, without a body: has another holder take the place of this one. [`Holder`].
+pub(crate) const HOLDER: &str = "/v1/holder";
+
 /// The path of one recording; `DELETE`: [`Recording`].
 pub(crate) fn recording_path(id: &str) -> String {
     format!("{RECORDINGS}/{id}")
@@ -155,6 +158,10 @@ pub(crate) struct StackRequest {
     /// What to fetch before it is read.
     #[serde(default)]
     pub(crate) prefetch: PrefetchSpec,
+    /// Manifests of these layers that the caller has read, as they are stored, in any order: they
+    /// need not be fetched again. Each counts for the digest of its bytes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) manifests: Vec<String>,
 }
 
 /// A stack that is up.

@@ -38,7 +38,7 @@ use crate::output::Format;
 use crate::settings::Limit;
 use crate::units::{Age, Bytes, Cpus};
 pub(crate) use channels::{TagArgs, UntagArgs};
-pub(crate) use prefetch::{PrefetchArg, PrefetchArgs};
+pub(crate) use prefetch::PrefetchArgs;
 pub(crate) use profile::{
     ProfileArgs, ProfileCommand, ProfileMergeArgs, ProfilePublishArgs, ProfileRecordArgs,
     ProfileShowArgs, SeedArgs,

@@ -53,6 +53,8 @@ pub(crate) enum ClientError {
     /// The daemon said no.
     #[error("{message}")]
     Refused {
+        /// Status of the reply.
+        status: u16,
         /// Its words.
         message: String,
     },
@@ -182,6 +184,11 @@ impl Client {
         self.call(Method::POST, api::GUARDS, Some(&request), QUICK)
     }
 
+    /// Has another holder, of the daemon's own program, take the place of the one there is.
+    pub(crate) fn replace_holder(&self) -> Result<api::Holder, ClientError> {
+        self.call::<(), _>(Method::POST, api::HOLDER, None, QUICK)
+    }
+
     /// Has the daemon serve the channel of a sandbox.
     pub(crate) fn channel(&self, sandbox: &str) -> Result<api::ChannelOpen, ClientError> {
         let request = api::ChannelRequest {
@@ -293,6 +300,7 @@ impl Client {
             }
             match serde_json::from_slice::<api::ErrorReply>(&reply) {
                 Ok(refusal) => Err(ClientError::Refused {
+                    status: status.as_u16(),
                     message: refusal.error.message,
                 }),
                 Err(_) => Err(lost(anyhow::anyhow!("status {status} without a reason"))),

@@ -243,6 +243,7 @@ fn router(server: Arc<Server>) -> Router {
         .route(api::PROFILES, post(handlers::profiles::publish))
         .route(api::PACK_DIFF, post(packing::pack_diff))
         .route(api::GUARDS, post(handlers::guard))
+        .route(api::HOLDER, post(handlers::holder))
         .route(api::CHANNELS, post(handlers::channel))
         .route(api::CACHE, get(handlers::cache::status))
         .route(api::CACHE_PINS, post(handlers::cache::pin))

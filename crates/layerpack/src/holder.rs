@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use layerpack_layerfs::Node;
 use layerpack_layerfs::holder::{
     Event, Holder, HolderOptions, Keeper, Link, Notice, Set, Sets, Standing,
@@ -24,6 +24,7 @@ use layerpack_layerfs::holder::{
 use layerpack_sys::fdpass;
 use layerpack_sys::process::{Launch, Launched, Program, spawn};
 use rustix::fs::{Mode, OFlags};
+use rustix::process::{Pid, Signal};
 use serde_json::Value;
 use tokio::sync::Notify;
 
@@ -32,6 +33,8 @@ use crate::{api, daemon};
 
 /// The name under which the binary is started as a holder.
 pub(crate) const NAME: &str = "layerpack-holder";
+/// Option of a daemon that a command started, and that nobody waits for.
+pub(crate) const DETACHED: &str = "--detached";
 /// Tells a daemon the number of its socket to the holder and the holder's process id.
 const LINK: &str = "LAYERPACK_LINK";
 /// Says that there is no socket yet.
@@ -202,6 +205,10 @@ struct Inner {
     standing: Mutex<Option<Standing>>,
     ready: AtomicBool,
     stopping: AtomicBool,
+    /// Held while another holder takes over.
+    replacing: Mutex<()>,
+    /// The holder, if this process started it: its child, reaped when it ends.
+    child: Mutex<Option<Launched>>,
 }
 
 /// The socket to the holder that started this process; `None` if none did.
@@ -214,6 +221,11 @@ fn socket() -> Option<OwnedFd> {
         return None;
     }
     fdpass::inherited(number.parse().ok()?)
+}
+
+/// What is locked here is replaced as a whole: a panic leaves none of it half changed.
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Linked {
@@ -236,6 +248,8 @@ impl Linked {
             standing: Mutex::new(Some(standing)),
             ready: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
+            replacing: Mutex::new(()),
+            child: Mutex::new(None),
         };
         Ok(Some(Self {
             worker: Worker {
@@ -327,14 +341,13 @@ impl Worker {
     }
 
     fn obey(&self, node: &Node, stop: &Notify) {
-        // A holder that this process started is its child, and reaped when it ends.
-        let mut child: Option<Launched> = None;
         let mut since = Instant::now();
         let mut young = 0;
         let Some(mut before) = self.standing().clone() else {
             return;
         };
         loop {
+            let renewed = self.inner.link.renewed();
             match self.inner.link.wait() {
                 Event::Drain => {
                     tracing::info!("gives way to another process");
@@ -344,9 +357,12 @@ impl Worker {
                 }
                 Event::Stop => stop.notify_one(),
                 Event::Gone => {
-                    if let Some(child) = child.take() {
-                        let _ = child.wait();
+                    let _one = lock(&self.inner.replacing);
+                    if self.inner.link.renewed() != renewed {
+                        // Its place was taken before it went.
+                        continue;
                     }
+                    self.reap();
                     if self.inner.stopping.load(Ordering::Acquire) {
                         return;
                     }
@@ -370,7 +386,7 @@ impl Worker {
                         Ok((launched, standing)) => {
                             tracing::info!(pid = standing.pid, "another holder has everything");
                             *self.standing() = Some(standing);
-                            child = Some(launched);
+                            *lock(&self.inner.child) = Some(launched);
                         }
                         Err(error) => {
                             tracing::error!(error = %format!("{error:#}"), "no holder can be started");
@@ -382,11 +398,61 @@ impl Worker {
         }
     }
 
+    /// Takes note of the end of a holder that this process started.
+    fn reap(&self) {
+        if let Some(child) = lock(&self.inner.child).take() {
+            let _ = child.wait();
+        }
+    }
+
+    /// Has a holder of this process's own program take the place of the one that is there. That one
+    /// is stopped first, so that it does nothing when this process turns away from it, and killed
+    /// when the other has everything. If this process dies in between, which takes some
+    /// milliseconds, its mounts are lost as if both had died.
+    ///
+    /// # Errors
+    /// When there is none, it was started in the foreground, or no other can be started: then it
+    /// stays.
+    pub(crate) fn replace_holder(&self) -> anyhow::Result<api::Holder> {
+        // Who started it in the foreground, a service manager or a container, takes its end for the
+        // daemon's.
+        if !std::env::args_os().any(|argument| argument == DETACHED) {
+            bail!("whoever started the daemon watches it: start the daemon anew for that");
+        }
+        let _one = lock(&self.inner.replacing);
+        let before = self.standing().clone().context("there is none")?;
+        let pid = i32::try_from(before.pid).ok().and_then(Pid::from_raw);
+        let pid = pid.context("it has no process")?;
+        let is_child = || {
+            lock(&self.inner.child)
+                .as_ref()
+                .is_some_and(|child| child.pid == pid)
+        };
+        let old = layerpack_sys::ns::pidfd_open(pid)?;
+        // Nobody else's process has that number while it is one of the two.
+        if rustix::process::getppid() != Some(pid) && !is_child() {
+            bail!("process {} is not known to be it", before.pid);
+        }
+        let send = |signal| rustix::process::pidfd_send_signal(&old, signal);
+        send(Signal::STOP).context("it cannot be stopped")?;
+        match self.new_holder(&before) {
+            Ok((launched, standing)) => {
+                let _ = send(Signal::KILL);
+                self.reap();
+                *self.standing() = Some(standing);
+                *lock(&self.inner.child) = Some(launched);
+            }
+            Err(error) => {
+                let _ = send(Signal::CONT);
+                return Err(error);
+            }
+        }
+        tracing::info!(old = before.pid, "another holder took over");
+        self.holder().context("there is none any more")
+    }
+
     fn standing(&self) -> std::sync::MutexGuard<'_, Option<Standing>> {
-        self.inner
-            .standing
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        lock(&self.inner.standing)
     }
 
     /// Starts a holder for this process, which goes on as its worker.

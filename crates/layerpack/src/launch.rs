@@ -21,6 +21,7 @@ use crate::args::{NetworkArg, PrefetchArgs, ProcessArgs, ShapeArgs};
 use crate::client::{Client, ClientError};
 use crate::context::Context;
 use crate::depth;
+use crate::known;
 use crate::output::warning;
 use crate::stack::{self, StackLayer};
 use crate::stores;
@@ -84,7 +85,7 @@ impl SandboxLease {
         watched: bool,
     ) -> anyhow::Result<(Self, SandboxSpec)> {
         let store = context.store()?;
-        let layers = stack::resolve(&store, references)?;
+        let layers = known::resolve(context, &store, references)?;
         let mounted = depth::bounded(&store, &layers);
         let prefetch = prefetch.spec(context, &store, &layers)?;
         drop(store);
@@ -114,6 +115,7 @@ impl SandboxLease {
                 pid,
             },
             prefetch: prefetch.clone(),
+            manifests: stack::manifests(layers),
         };
         let reply = match client.stack_up(&request(&mounted)) {
             // What the node merged itself is signed by nobody, say.

@@ -30,6 +30,7 @@ mod depth;
 mod failure;
 mod holder;
 mod inside;
+mod known;
 mod launch;
 mod logging;
 mod mounts;

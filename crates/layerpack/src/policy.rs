@@ -9,13 +9,16 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Context as _, bail};
-use layerpack_store::{Digest, LayerStore, PublicKey, Reference, StoreError};
+use layerpack_store::{Digest, LayerStore, Manifest, PublicKey, Reference, StoreError};
 use serde::Deserialize;
 
 /// Name of the policy in the node's root directory.
 pub(crate) const FILE_NAME: &str = "policy.toml";
 /// Largest policy file in bytes.
 const MAX_FILE: u64 = 1 << 20;
+
+/// Layers that are checked at once.
+pub(crate) const CHECKS: usize = 8;
 
 /// What happens to a layer without the signature that is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
@@ -88,7 +91,8 @@ impl Policy {
         Ok(policy)
     }
 
-    /// Checks a layer. A warning where the policy only warns.
+    /// Checks a layer, whose manifest is read unless it is `known`. A warning where the policy only
+    /// warns.
     ///
     /// # Errors
     /// If the layer has no signature that the policy asks for, or it cannot be told.
@@ -96,8 +100,12 @@ impl Policy {
         &self,
         store: &LayerStore,
         digest: &Digest,
+        known: Option<&Manifest>,
     ) -> anyhow::Result<Option<String>> {
-        let reference = store.manifest(digest)?.reference();
+        let reference = match known {
+            Some(manifest) => manifest.reference(),
+            None => store.manifest(digest)?.reference(),
+        };
         let (mode, keys) = self.asked(&reference);
         if mode == Mode::Off {
             return Ok(None);

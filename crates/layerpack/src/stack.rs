@@ -5,7 +5,7 @@
 //! anything else is taken as it is.
 
 use anyhow::{Context as _, bail};
-use layerpack_store::{Digest, Kind, LayerStore, Manifest, Reference};
+use layerpack_store::{Digest, Kind, LayerStore, Manifest, Reference, at_once};
 
 /// One layer of a stack.
 #[derive(Debug, Clone)]
@@ -21,6 +21,23 @@ pub(crate) struct StackLayer {
 /// Most layers a stack may have; overlayfs itself takes 500.
 const MAX_LAYERS: usize = 400;
 
+/// Manifests of parents that are asked for at once.
+const PARENTS: usize = 8;
+
+/// Most bytes of manifests that go along with a request to the daemon; it fetches the others itself.
+const MAX_GIVEN: usize = 256 << 10;
+
+/// The manifests of layers as they are stored, for a daemon that is to mount them.
+pub(crate) fn manifests(layers: &[StackLayer]) -> Vec<String> {
+    let mut room = MAX_GIVEN;
+    let texts = layers.iter().filter_map(|layer| {
+        let text = String::from_utf8(layer.manifest.to_bytes().ok()?).ok()?;
+        room = room.checked_sub(text.len())?;
+        Some(text)
+    });
+    texts.collect()
+}
+
 /// Parses a reference; the error says what one looks like.
 pub(crate) fn parse_reference(text: &str) -> anyhow::Result<Reference> {
     Ok(text.parse()?)
@@ -35,18 +52,42 @@ pub(crate) fn resolve(
     store: &LayerStore,
     references: &[String],
 ) -> anyhow::Result<Vec<StackLayer>> {
-    let mut given = Vec::with_capacity(references.len());
-    for text in references {
-        let reference = parse_reference(text)?;
-        let (digest, manifest) = store.load(&reference)?;
-        given.push(StackLayer {
+    let references = parse_all(references)?;
+    let loaded = store.load_all(&references)?;
+    assemble(&references, loaded, &|digest| Ok(store.manifest(digest)?))
+}
+
+/// Parses references.
+///
+/// # Errors
+/// Of the first that is none.
+pub(crate) fn parse_all(references: &[String]) -> anyhow::Result<Vec<Reference>> {
+    (references.iter())
+        .map(|text| parse_reference(text))
+        .collect()
+}
+
+/// The stack that these layers mean, in the order of their references; `manifest` reads those of
+/// parents.
+///
+/// # Errors
+/// When a layer occurs twice, there are too many, or a parent cannot be had.
+pub(crate) fn assemble(
+    references: &[Reference],
+    loaded: Vec<(Digest, Manifest)>,
+    manifest: &(dyn Fn(&Digest) -> anyhow::Result<Manifest> + Sync),
+) -> anyhow::Result<Vec<StackLayer>> {
+    let mut given: Vec<StackLayer> = references
+        .iter()
+        .zip(loaded)
+        .map(|(reference, (digest, manifest))| StackLayer {
             name: reference.to_string(),
             digest,
             manifest,
-        });
-    }
+        })
+        .collect();
     let mut stack = match given.first() {
-        Some(first) if first.manifest.kind == Kind::Diff => parents(store, first)?,
+        Some(first) if first.manifest.kind == Kind::Diff => parents(first, manifest)?,
         _ => Vec::new(),
     };
     stack.append(&mut given);
@@ -71,21 +112,21 @@ pub(crate) fn resolve(
     Ok(stack)
 }
 
-fn parents(store: &LayerStore, diff: &StackLayer) -> anyhow::Result<Vec<StackLayer>> {
-    let mut layers = Vec::with_capacity(diff.manifest.parents.len());
-    for parent in &diff.manifest.parents {
+fn parents(
+    diff: &StackLayer,
+    manifest: &(dyn Fn(&Digest) -> anyhow::Result<Manifest> + Sync),
+) -> anyhow::Result<Vec<StackLayer>> {
+    at_once(&diff.manifest.parents, PARENTS, |parent| {
         let name = parent
             .reference
             .as_ref()
             .map_or_else(|| parent.manifest.to_string(), ToString::to_string);
-        let manifest = store
-            .manifest(&parent.manifest)
+        let manifest = manifest(&parent.manifest)
             .with_context(|| format!("{} was made on {name}, which cannot be read", diff.name))?;
-        layers.push(StackLayer {
+        Ok(StackLayer {
             name,
             digest: parent.manifest,
             manifest,
-        });
-    }
-    Ok(layers)
+        })
+    })
 }

@@ -399,6 +399,11 @@ fn privileged_a_user_without_privileges_mounts_the_same_tree() {
     assert!(rest.contains("base/tree:1"), "{rest}");
     assert!(std::fs::read_dir(&point).unwrap().next().is_none());
 
+    // Where nothing is mounted, that is what is said.
+    let output = user.run(&["umount", text(&point)]);
+    let error = support::one_error(1, &output);
+    assert!(error.contains("nothing is mounted"), "{error}");
+
     // A directory that is not the user's.
     let foreign = node.scratch.mkdir("foreign").unwrap();
     let output = user.run(&["mount", "--fuse", "base/tree:1", text(&foreign)]);
@@ -503,21 +508,77 @@ fn privileged_a_killed_server_leaves_a_mount_that_can_be_taken_away() {
     node.build("base/k:1", &source, &[]);
     let (point, _guard) = mount(&node, &["base/k:1"], "mnt");
     std::fs::read(point.join("file")).unwrap();
-    let servers = processes(&node);
-    assert_eq!(servers.len(), 1, "{servers:?}");
-    let pid: i32 = servers[0].split(' ').next().unwrap().parse().unwrap();
-    kill(pid, "KILL");
-    assert!(wait_until(|| processes(&node).is_empty()));
+    kill_server(&node);
     let failed = std::fs::metadata(&point).unwrap_err();
     assert_eq!(failed.raw_os_error(), Some(ENOTCONN), "{failed}");
     node.ok(["umount", text(&point)]);
     assert!(std::fs::read_dir(&point).unwrap().next().is_none());
-    // And it mounts again.
+    // And it mounts again, also over one that nobody took away.
     node.ok(["mount", "--fuse", "base/k:1", text(&point)]);
+    kill_server(&node);
+    let failed = std::fs::metadata(&point).unwrap_err();
+    assert_eq!(failed.raw_os_error(), Some(ENOTCONN), "{failed}");
+    let output = node.run(["mount", "--fuse", "base/k:1", text(&point)]);
+    assert!(output.status.success(), "{}", describe(&output));
+    // Nothing is said that is no news.
+    assert!(output.stderr.is_empty(), "{}", describe(&output));
     assert_eq!(
         std::fs::read(point.join("file")).unwrap(),
         noise(100_000, 1)
     );
+    node.ok(["umount", text(&point)]);
+    none_left(&node);
+    let error = node.fails(1, ["umount", text(&point)]);
+    assert!(error.contains("nothing is mounted"), "{error}");
+}
+
+/// Kills the one server of a node's mounts.
+fn kill_server(node: &Node) {
+    let servers = processes(node);
+    assert_eq!(servers.len(), 1, "{servers:?}");
+    let pid: i32 = servers[0].split(' ').next().unwrap().parse().unwrap();
+    kill(pid, "KILL");
+    assert!(wait_until(|| processes(node).is_empty()));
+}
+
+#[test]
+fn privileged_a_fuse_mount_is_filled_ahead_when_asked() {
+    needs_fuse!();
+    let node = Node::new("fuse-ahead");
+    let source = node.scratch.mkdir("source").unwrap();
+    for i in 0..4_u64 {
+        std::fs::write(source.join(format!("f{i}")), noise(1 << 20, i)).unwrap();
+    }
+    node.build("base/g:1", &source, &[]);
+    let point = node.scratch.mkdir("mnt").unwrap();
+    let line = ["mount", "--fuse", "--prefetch", "all", "base/g:1"];
+    node.ok(line.into_iter().chain([text(&point)]));
+    let _guard = MountGuard::new(&point);
+    // Nobody reads; what is fetched is what is asked for ahead.
+    let cache = node.scratch.join("cache/fuse");
+    let stored = || {
+        let mut blocks = 0;
+        let mut todo = vec![cache.clone()];
+        while let Some(path) = todo.pop() {
+            for entry in std::fs::read_dir(&path).unwrap() {
+                let entry = entry.unwrap();
+                let found = entry.metadata().unwrap();
+                if found.is_dir() {
+                    todo.push(entry.path());
+                } else if entry.file_name() == "data" {
+                    blocks += found.blocks();
+                }
+            }
+        }
+        blocks * 512
+    };
+    assert!(wait_until(|| stored() >= 4 << 20), "{}", stored());
+    // It does without the store then.
+    std::fs::rename(node.store(), node.scratch.join("away")).unwrap();
+    for i in 0..4_u64 {
+        let path = point.join(format!("f{i}"));
+        assert!(std::fs::read(path).unwrap() == noise(1 << 20, i), "{i}");
+    }
     node.ok(["umount", text(&point)]);
     none_left(&node);
 }
@@ -535,11 +596,9 @@ fn privileged_bad_fuse_command_lines_are_refused() {
     assert_eq!(output.status.code(), Some(2), "{}", describe(&output));
     let output = node.run(["mount", "--foreground", "base/a:1", &dir]);
     assert_eq!(output.status.code(), Some(2), "{}", describe(&output));
-    let error = node.fails(
-        1,
-        ["mount", "--fuse", "--prefetch", "all", "base/a:1", &dir],
-    );
-    assert!(error.contains("--prefetch"), "{error}");
+    let wrong = ["mount", "--fuse", "--profile", "none", "base/a:1", &dir];
+    let error = node.fails(1, wrong);
+    assert!(error.contains("none"), "{error}");
     let error = node.fails(1, ["mount", "--fuse", "base/none:1", &dir]);
     assert!(error.contains("base/none:1"), "{error}");
     let error = node.fails(1, ["mount", "--fuse", "base/a:1", "/no/such/place"]);

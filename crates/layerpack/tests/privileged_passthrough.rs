@@ -25,23 +25,14 @@ fn file(point: &Path, number: u64) -> PathBuf {
     point.join(format!("f{number}"))
 }
 
-#[test]
-fn privileged_a_whole_layer_outlives_its_daemon_and_is_never_punched() {
-    if !is_root() {
-        skip!("needs root to mount");
-    }
-    if layerpack_sys::probe::kernel_version() < (6, 9) {
-        skip!("needs FUSE passthrough, from Linux 6.9 on");
-    }
-    let node = Node::new("whole");
+/// A node whose cache holds all of `base/w:1`, and knows it; that cache.
+fn node_with_whole_layer(label: &str) -> (Node, PathBuf, PathBuf) {
+    let node = Node::new(label);
     let source = node.scratch.mkdir("source").unwrap();
     for i in 0..FILES {
         fs_err::write(file(&source, i), noise(i)).unwrap();
     }
     node.build("base/w:1", &source, &[]);
-    let other = node.scratch.mkdir("other").unwrap();
-    fs_err::write(other.join("x"), "x").unwrap();
-    node.build("base/x:1", &other, &[]);
     let point = node.scratch.mkdir("mnt").unwrap();
     node.ok(["mount", "base/w:1", text(&point)]);
     let guard = MountGuard::new(&point);
@@ -60,6 +51,50 @@ fn privileged_a_whole_layer_outlives_its_daemon_and_is_never_punched() {
         .unwrap()
         .path();
     assert!(cache.join("whole").exists(), "{}", node.log());
+    (node, point, cache)
+}
+
+#[test]
+fn privileged_what_an_earlier_daemon_lent_is_given_back() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    if layerpack_sys::probe::kernel_version() < (6, 9) {
+        skip!("needs FUSE passthrough, from Linux 6.9 on");
+    }
+    let (node, point, cache) = node_with_whole_layer("lent-back");
+    node.ok(["mount", "base/w:1", text(&point)]);
+    let guard = MountGuard::new(&point);
+    assert_eq!(fs_err::read(file(&point, 0)).unwrap(), noise(0));
+    let lent = cache.join("lent");
+    assert!(lent.exists(), "{}", node.log());
+    let before = node.daemon_pid();
+    node.kill_daemon();
+    assert_ne!(node.daemon_pid(), before);
+    // It is frozen while somebody may read it.
+    node.ok(["cache", "evict", "--all"]);
+    assert!(lent.exists(), "{}", node.log());
+    assert_eq!(fs_err::read(file(&point, 1)).unwrap(), noise(1));
+    node.ok(["umount", text(&point)]);
+    drop(guard);
+    // The layer goes with the daemon, and with it the last open of its data.
+    node.ok(["daemon", "stop"]);
+    assert!(!lent.exists(), "{}", node.log());
+    assert_eq!(mounts(&node), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn privileged_a_whole_layer_outlives_its_daemon_and_is_never_punched() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    if layerpack_sys::probe::kernel_version() < (6, 9) {
+        skip!("needs FUSE passthrough, from Linux 6.9 on");
+    }
+    let (node, point, cache) = node_with_whole_layer("whole");
+    let other = node.scratch.mkdir("other").unwrap();
+    fs_err::write(other.join("x"), "x").unwrap();
+    node.build("base/x:1", &other, &[]);
 
     // The store is not needed, and from the open on neither is the daemon.
     let packs = node.store().join("packs");

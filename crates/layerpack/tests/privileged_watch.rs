@@ -111,6 +111,44 @@ fn privileged_trace_names_files_and_what_was_fetched() {
 }
 
 #[test]
+fn privileged_a_trace_goes_on_with_the_next_daemon() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let (node, dir) = mounted("trace-on");
+    let report = node.run(["-o", "json", "doctor"]);
+    let report: Value = serde_json::from_slice(&report.stdout).unwrap();
+    let mut findings = report["findings"].as_array().unwrap().iter();
+    let restarts = findings.find(|f| f["name"] == "restarts").unwrap();
+    if !restarts["detail"].as_str().unwrap().contains("go on") {
+        skip!("this kernel does not send requests again");
+    }
+    let mut trace = start(&node, &["trace", &dir]);
+    let mut said = BufReader::new(trace.0.stderr.take().unwrap());
+    let mut line = String::new();
+    said.read_line(&mut line).unwrap();
+    assert!(line.contains("watching 1 layers"), "{line}");
+    node.kill_daemon();
+    let mut line = String::new();
+    said.read_line(&mut line).unwrap();
+    assert!(line.contains("restarted"), "{line}");
+    // From here on it watches the next one.
+    fs_err::read(format!("{dir}/some/9")).unwrap();
+    let mut out = BufReader::new(trace.0.stdout.take().unwrap());
+    let mut line = String::new();
+    out.read_line(&mut line).unwrap();
+    assert!(line.contains("base/many:1"), "{line}");
+    node.ok(["umount", &dir]);
+    let mut rest = String::new();
+    out.read_to_string(&mut rest).unwrap();
+    assert!(trace.0.wait().unwrap().success());
+    assert!(
+        line.contains("/some/9") || rest.contains("/some/9"),
+        "{line}{rest}"
+    );
+}
+
+#[test]
 fn privileged_top_shows_rates_of_mounts() {
     if !is_root() {
         skip!("needs root to mount");

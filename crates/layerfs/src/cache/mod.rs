@@ -41,6 +41,7 @@ use evict::Live;
 pub(crate) use hold::Exclusive;
 use hold::Stripes;
 pub use hold::{Held, RUN_BYTES};
+pub use whole::ConnectionId;
 
 /// Name of the sparse file in a layer's cache directory.
 pub(crate) const DATA: &str = "data";
@@ -78,8 +79,8 @@ pub struct BlobCache {
     whole: AtomicBool,
     /// Nothing may be punched out of the data file: the kernel may be reading it.
     frozen: AtomicBool,
-    /// It was an earlier process that had it frozen.
-    inherited: bool,
+    /// How an earlier process had it frozen.
+    inherited: Mutex<whole::Lent>,
 }
 
 impl BlobCache {
@@ -166,8 +167,8 @@ impl BlobCache {
             written: AtomicU64::new(0),
             passed: AtomicU64::new(0),
             whole: AtomicBool::new(false),
-            frozen: AtomicBool::new(lent),
-            inherited: lent,
+            frozen: AtomicBool::new(lent != whole::Lent::Not),
+            inherited: Mutex::new(lent),
         };
         cache.recall_whole();
         Ok(cache)

@@ -10,8 +10,11 @@
 //! this process is gone. From then on nothing may be punched out of it, by whatever process:
 //! a hole would be read as zeros. So the file `lent` is written before the kernel gets the
 //! descriptor, holds the boot's identity, and freezes the cache for whoever opens it during that
-//! boot. It goes when the kernel has closed the blob. A frozen cache can only be removed as a
-//! whole, once nothing serves it: the kernel then keeps the file without a name.
+//! boot. It goes when the kernel has closed the blob: as the process knows that lent it, or one
+//! that serves the same connection to the kernel, whose identity is in the file, too. What was
+//! lent over another connection stays frozen, since its mounts may live on unserved. A frozen cache
+//! can only be removed as a whole, once nothing serves it: the kernel then keeps the file without a
+//! name.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
@@ -45,18 +48,51 @@ struct Mark {
     changed: (i64, i64),
 }
 
+/// Names a connection to the kernel, for as long as it lives and whoever serves it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ConnectionId([u8; 16]);
+
+impl ConnectionId {
+    /// Another one than all others.
+    ///
+    /// # Errors
+    /// When the kernel gives no random number.
+    pub fn random() -> Result<Self> {
+        let path = Path::new("/proc/sys/kernel/random/uuid");
+        let text = fs_err::read(path).at("read", path)?;
+        let digest = layerpack_store::Digest::of(&text);
+        let mut id = [0; 16];
+        id.iter_mut()
+            .zip(digest.as_bytes())
+            .for_each(|(to, from)| *to = *from);
+        Ok(Self(id))
+    }
+}
+
+/// What the file `lent` says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Lent {
+    /// Not in this boot.
+    Not,
+    /// Over this connection; `None`: over any.
+    Over(Option<ConnectionId>),
+}
+
 /// Whether this boot's kernel may hold the data file of the cache in `dir`.
-pub(super) fn was_lent(dir: &Path, boot: BootId) -> Result<bool> {
+pub(super) fn was_lent(dir: &Path, boot: BootId) -> Result<Lent> {
     let path = dir.join(LENT);
-    match fs_err::read(&path) {
-        Ok(bytes) if bytes == boot.bytes() => Ok(true),
+    let bytes = match fs_err::read(&path) {
+        Ok(bytes) => bytes,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Lent::Not),
+        Err(e) => return Err(e).at("read", &path),
+    };
+    match bytes.strip_prefix(boot.bytes().as_slice()) {
+        Some(rest) => Ok(Lent::Over(rest.try_into().ok().map(ConnectionId))),
         // Of another boot, or cut short by its end.
-        Ok(_) => {
+        None => {
             bits::remove(&path)?;
-            Ok(false)
+            Ok(Lent::Not)
         }
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(false),
-        Err(e) => Err(e).at("read", &path),
     }
 }
 
@@ -152,15 +188,24 @@ impl BlobCache {
     }
 
     /// Gives the kernel the data file to read by itself, if all of it is here. Nothing is taken
-    /// out of it until [`BlobCache::give_back`].
-    pub(crate) fn lend(&self) -> Option<OwnedFd> {
+    /// out of it until [`BlobCache::give_back`] or, in a later process that serves the same
+    /// `connection`, [`BlobCache::thaw`].
+    pub(crate) fn lend(&self, connection: Option<ConnectionId>) -> Option<OwnedFd> {
         // Who evicts looks at `frozen` with a run to itself: either it is done by now and has
         // taken a bit away, or it will see that the file is frozen.
         let _held = self.try_hold(&(0..self.size))?;
         if !self.is_whole() {
             return None;
         }
-        let bytes = self.identity.boot.bytes();
+        let mut bytes = self.identity.boot.bytes().to_vec();
+        // What another connection may hold besides must not be taken back with this one's.
+        let alone = match self.inherited() {
+            Lent::Not => true,
+            Lent::Over(before) => before == connection,
+        };
+        if let Some(ConnectionId(id)) = connection.filter(|_| alone) {
+            bytes.extend(id);
+        }
         let lent = self.dir.join(LENT);
         if let Err(e) = files::replace(&self.dir, &lent, &[&bytes], false) {
             tracing::debug!(dir = %self.dir.display(), error = %e, "the cache file is not lent");
@@ -179,13 +224,28 @@ impl BlobCache {
 
     /// The kernel has closed what this process lent it.
     pub(crate) fn give_back(&self) {
-        if self.inherited {
+        if self.inherited() != Lent::Not {
             // A mount that an earlier process served may still have the file.
             return;
         }
         if bits::remove(&self.dir.join(LENT)).is_ok() {
             self.frozen.store(false, Ordering::Release);
         }
+    }
+
+    /// Nobody has open any more what was lent over this connection, by this process or earlier
+    /// ones. Must not run beside [`BlobCache::lend`].
+    pub(crate) fn thaw(&self, connection: ConnectionId) {
+        let mut inherited = self.inherited.lock();
+        if *inherited == Lent::Over(Some(connection)) && bits::remove(&self.dir.join(LENT)).is_ok()
+        {
+            *inherited = Lent::Not;
+            self.frozen.store(false, Ordering::Release);
+        }
+    }
+
+    fn inherited(&self) -> Lent {
+        *self.inherited.lock()
     }
 
     /// Drops the data file's pages, also those that the kernel read by itself.
@@ -282,16 +342,16 @@ mod tests {
         let cache = open(dir.path(), BOOT);
         fill(&cache, 50);
         cache.checkpoint().unwrap();
-        assert!(cache.lend().is_none() && !cache.is_frozen());
+        assert!(cache.lend(None).is_none() && !cache.is_frozen());
         fill(&cache, 100);
-        assert!(cache.lend().is_none(), "not synced");
+        assert!(cache.lend(None).is_none(), "not synced");
         cache.checkpoint().unwrap();
-        let lent = cache.lend().unwrap();
+        let lent = cache.lend(None).unwrap();
         assert!(cache.is_frozen());
         drop(lent);
         cache.give_back();
         assert!(!cache.is_frozen() && !dir.path().join(LENT).exists());
-        let _lent = cache.lend().unwrap();
+        let _lent = cache.lend(None).unwrap();
         // The process dies here.
         drop(cache);
         let cache = open(dir.path(), BOOT);
@@ -301,5 +361,41 @@ mod tests {
         drop(cache);
         let cache = open(dir.path(), BootId::from_bytes([9; 16]));
         assert!(!cache.is_frozen() && !dir.path().join(LENT).exists());
+    }
+    #[test]
+    fn what_is_lent_is_taken_back_over_the_same_connection_only() {
+        let dir = ScratchDir::new("lent").unwrap();
+        let (own, other) = (ConnectionId([1; 16]), ConnectionId([2; 16]));
+        let cache = open(dir.path(), BOOT);
+        fill(&cache, 100);
+        cache.checkpoint().unwrap();
+        assert!(remember(&cache));
+        let _lent = cache.lend(Some(own)).unwrap();
+        cache.thaw(own);
+        assert!(cache.is_frozen(), "it is this process's to give back");
+        // The process dies here, and the next one serves the same connection.
+        drop(cache);
+        let cache = open(dir.path(), BOOT);
+        cache.thaw(other);
+        assert!(cache.is_frozen());
+        cache.thaw(own);
+        assert!(!cache.is_frozen() && !dir.path().join(LENT).exists());
+        // What is lent from then on is its own.
+        let _lent = cache.lend(Some(own)).unwrap();
+        assert!(cache.is_frozen());
+        cache.give_back();
+        assert!(!cache.is_frozen());
+
+        // Two connections, the first of them dead: nobody can tell when its mounts end.
+        let _lent = cache.lend(Some(own)).unwrap();
+        drop(cache);
+        let cache = open(dir.path(), BOOT);
+        let _lent = cache.lend(Some(other)).unwrap();
+        drop(cache);
+        let cache = open(dir.path(), BOOT);
+        for connection in [own, other] {
+            cache.thaw(connection);
+            assert!(cache.is_frozen());
+        }
     }
 }

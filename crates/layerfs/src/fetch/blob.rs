@@ -2,7 +2,7 @@
 //! together.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use layerpack_store::{LayerId, LayerMap, LayerStore, Locator, Manifest, StoreError};
 
@@ -30,6 +30,8 @@ pub(crate) struct Source {
 
 /// How often a read asks again for what was evicted between its fetch and its reader's hold.
 const MAX_AGAIN: u32 = 4;
+/// Pause of a read between two attempts with a store that cannot be reached.
+const STORE_AGAIN: Duration = Duration::from_millis(200);
 
 /// How the flights of one piece ended.
 #[derive(Default)]
@@ -336,7 +338,13 @@ impl Blob {
         let deadline = begun + self.fetcher.config.read_timeout;
         let waiting = self.fetcher.waiting.enter(self.layer);
         let mut cost = Cost::default();
-        let result = self.read_pieces(offset, end, deadline, buf, &mut cost);
+        let mut result = self.read_pieces(offset, end, deadline, buf, &mut cost);
+        if self.fetcher.config.wait_for_store {
+            while result.as_ref().is_err_and(ReadError::may_pass) && Instant::now() < deadline {
+                std::thread::sleep(STORE_AGAIN);
+                result = self.read_pieces(offset, end, deadline, buf, &mut cost);
+            }
+        }
         drop(waiting);
         let outcome = result.as_ref().map(|()| end - offset);
         let waited = begun.elapsed();

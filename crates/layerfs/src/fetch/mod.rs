@@ -61,19 +61,26 @@ pub struct FetchConfig {
     /// Stored bytes that one fetch asks the store for, at most (a single larger frame is
     /// fetched whole).
     pub batch_bytes: u64,
-    /// How long a read waits for its bytes before it fails with `ETIMEDOUT`.
+    /// How long a read waits for its bytes before it fails with `ETIMEDOUT`; no more than
+    /// [`FetchConfig::LONGEST`].
     pub read_timeout: Duration,
+    /// A read whose store cannot be reached tries again until then, instead of failing at once.
+    pub wait_for_store: bool,
     /// Bytes of disk that the caches may take up together; `None`: as much as there is.
     pub cache_max: Option<u64>,
 }
 
 impl FetchConfig {
+    /// As good as no time limit at all.
+    pub const LONGEST: Duration = Duration::from_secs(10 * 365 * 24 * 60 * 60);
+
     /// Limits that suit a node of a few cores.
     pub const RECOMMENDED: Self = Self {
         threads: 8,
         inflight_bytes: 32 << 20,
         batch_bytes: 4 << 20,
         read_timeout: Duration::from_secs(60),
+        wait_for_store: false,
         cache_max: None,
     };
 }
@@ -121,6 +128,19 @@ pub enum ReadError {
 }
 
 impl ReadError {
+    /// Whether the store could not be reached, and may be later.
+    #[must_use]
+    pub fn may_pass(&self) -> bool {
+        match self {
+            Self::Store(error) => error.is_transient(),
+            Self::Shared(error) => error.may_pass(),
+            Self::NoStore { source, .. } => source.is_transient(),
+            Self::Damaged { .. } | Self::Cache(_) | Self::TimedOut { .. } | Self::Abandoned => {
+                false
+            }
+        }
+    }
+
     /// What read(2) is to return.
     #[must_use]
     pub fn errno(&self) -> Errno {
@@ -155,6 +175,10 @@ impl Fetcher {
     /// A fetcher with these limits.
     #[must_use]
     pub fn new(config: FetchConfig) -> Arc<Self> {
+        let config = FetchConfig {
+            read_timeout: config.read_timeout.min(FetchConfig::LONGEST),
+            ..config
+        };
         Arc::new(Self {
             config,
             pool: Pool::new("fetch", config.threads, usize::MAX),

@@ -82,6 +82,10 @@ pub trait BlobSource: Send + Sync + 'static {
     /// The kernel no longer reads what [`BlobSource::lend`] gave.
     fn give_back(&self, _ino: u64) {}
 
+    /// An open ends that may be the last one, and is still counted; or one that an earlier process
+    /// answered. Not called beside [`BlobSource::lend`].
+    fn closed(&self, _ino: u64) {}
+
     /// Bytes of a blob went to the kernel, which keeps them. Returns whether it is to drop the
     /// pages that it has of the blob now.
     fn pages_due(&self, _ino: u64, _bytes: u64) -> bool {

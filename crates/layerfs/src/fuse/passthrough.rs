@@ -6,7 +6,8 @@
 //!
 //! A session that goes on with another process's connection begins with nothing known here: a
 //! blob that is open already is then taken for one that is read through us. If it is not, the
-//! kernel refuses further opens of it (EIO) until it is closed.
+//! kernel refuses further opens of it (EIO) until it is closed. Its file is given back when its last
+//! open ends, whoever answered that.
 
 use std::collections::HashMap;
 use std::os::fd::AsFd as _;
@@ -75,7 +76,8 @@ impl Opens {
     pub(crate) fn end(&self, channel: &Channel, source: &dyn BlobSource, node: u64) {
         let mut blobs = self.blobs.lock();
         let Some(open) = blobs.get_mut(&node) else {
-            return;
+            // An earlier process answered that open.
+            return source.closed(node);
         };
         open.count -= 1;
         if open.count > 0 {
@@ -88,5 +90,6 @@ impl Opens {
             source.give_back(node);
         }
         blobs.remove(&node);
+        source.closed(node);
     }
 }

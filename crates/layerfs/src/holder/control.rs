@@ -80,13 +80,21 @@ fn path_in(root: &Path) -> io::Result<(OwnedFd, PathBuf)> {
 }
 
 /// Asks the holder of the node at `root`; `program` goes with [`Question::Upgrade`]. Waits for the
-/// answer.
+/// answer, at most `limit`.
 ///
 /// # Errors
-/// `NotFound` or `ConnectionRefused` if no holder is there.
-pub fn ask(root: &Path, question: &Question, program: Option<&OwnedFd>) -> io::Result<Reply> {
+/// `NotFound` or `ConnectionRefused` if no holder is there; `TimedOut`, which names its process and
+/// what to do, if it does not answer.
+pub fn ask(
+    root: &Path,
+    question: &Question,
+    program: Option<&OwnedFd>,
+    limit: Duration,
+) -> io::Result<Reply> {
     let (_held, path) = path_in(root)?;
     let mut stream = UnixStream::connect(path)?;
+    stream.set_read_timeout(Some(limit))?;
+    stream.set_write_timeout(Some(limit))?;
     let mut line = serde_json::to_vec(question)?;
     line.push(b'\n');
     let fds: Vec<_> = program.iter().map(|fd| fd.as_fd()).collect();
@@ -94,7 +102,11 @@ pub fn ask(root: &Path, question: &Question, program: Option<&OwnedFd>) -> io::R
     let mut answer = Vec::new();
     io::Read::by_ref(&mut stream)
         .take(MAX_LINE as u64)
-        .read_to_end(&mut answer)?;
+        .read_to_end(&mut answer)
+        .map_err(|e| match e.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => silent(&stream, limit),
+            _ => e,
+        })?;
     if answer.is_empty() {
         return Err(io::Error::new(
             io::ErrorKind::UnexpectedEof,
@@ -102,6 +114,47 @@ pub fn ask(root: &Path, question: &Question, program: Option<&OwnedFd>) -> io::R
         ));
     }
     Ok(serde_json::from_slice(&answer)?)
+}
+
+/// The error about a holder that does not answer.
+fn silent(stream: &UnixStream, limit: Duration) -> io::Error {
+    // Who listens there is who made the socket.
+    let what = match fdpass::peer(stream.as_fd()) {
+        Ok((_, pid)) => {
+            let pid = pid.as_raw_pid();
+            format!(
+                "the holder (process {pid}) did not answer within {} s: {}",
+                limit.as_secs(),
+                remedy(pid)
+            )
+        }
+        Err(_) => format!("the holder did not answer within {} s", limit.as_secs()),
+    };
+    io::Error::new(io::ErrorKind::TimedOut, what)
+}
+
+/// What to do about a holder that does not answer or end.
+#[must_use]
+pub fn remedy(pid: i32) -> String {
+    if is_stopped(pid) {
+        format!(
+            "it is stopped, by a signal or a debugger; `kill -CONT {pid}` lets it go on, or `kill -KILL {pid}` ends it: a daemon that lives then starts another one"
+        )
+    } else {
+        format!(
+            "look at it, or end it with `kill -KILL {pid}`: a daemon that lives then starts another one"
+        )
+    }
+}
+
+/// Whether a process is stopped, as job control and debuggers do it.
+fn is_stopped(pid: i32) -> bool {
+    let Ok(stat) = fs_err::read_to_string(format!("/proc/{pid}/stat")) else {
+        return false;
+    };
+    // The name, in parentheses, may hold anything.
+    let state = stat.rsplit_once(')').map(|(_, rest)| rest.trim_start());
+    state.is_some_and(|rest| rest.starts_with(['T', 't']))
 }
 
 /// The listening end.

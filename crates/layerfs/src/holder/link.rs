@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{Keeper, PROTOCOL, Set, Sets, ToHolder, ToWorker, receive, send};
-use crate::sync::{Mutex, RwLock};
+use crate::sync::{AtomicU64, Mutex, Ordering, RwLock};
 use std::sync::Arc;
 
 /// What the holder says of itself and of the workers so far.
@@ -42,6 +42,8 @@ pub enum Event {
 #[derive(Debug)]
 pub struct Link {
     socket: RwLock<Arc<OwnedFd>>,
+    /// How many holders took the place of another.
+    renewed: AtomicU64,
     /// Names and states of what is kept, to tell another holder.
     kept: Mutex<Vec<(String, Value, Vec<OwnedFd>)>>,
 }
@@ -90,6 +92,7 @@ impl Link {
     fn of(socket: OwnedFd) -> Self {
         Self {
             socket: RwLock::new(Arc::new(socket)),
+            renewed: AtomicU64::new(0),
             kept: Mutex::new(Vec::new()),
         }
     }
@@ -150,6 +153,13 @@ impl Link {
         }
     }
 
+    /// How many holders took the place of another so far: tells whether the one that is gone is the
+    /// one that counts.
+    #[must_use]
+    pub fn renewed(&self) -> u64 {
+        self.renewed.load(Ordering::Acquire)
+    }
+
     /// Goes on with another holder, at the other end of `socket`: it gets all that is kept, and what
     /// the one `before` counted. This process is ready.
     ///
@@ -172,6 +182,7 @@ impl Link {
         // Held, so that nothing that is kept meanwhile gets lost between the two.
         let kept = self.kept.lock();
         *self.socket.write() = Arc::new(socket);
+        self.renewed.fetch_add(1, Ordering::AcqRel);
         for (name, state, fds) in kept.iter() {
             let message = ToHolder::Keep {
                 name: name.clone(),

@@ -27,7 +27,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-pub use control::{Question, Reply, Who, ask};
+pub use control::{Question, Reply, Who, ask, remedy};
 pub use link::{Event, Link, Standing};
 pub use run::{Holder, HolderOptions, Notice};
 

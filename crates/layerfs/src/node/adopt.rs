@@ -28,6 +28,7 @@ use super::layer::{StoreRef, Up};
 use super::lease::Record as LeaseRecord;
 use super::served::Record;
 use super::{Node, sign_lock, sweep};
+use crate::cache::ConnectionId;
 use crate::error::{IoContext, Result};
 use crate::fetch::Blob;
 use crate::fuse::{Negotiated, Session};
@@ -47,6 +48,9 @@ struct Connection {
     negotiated: Negotiated,
     /// Device number of the directory's mount.
     device: (u32, u32),
+    /// Names it; earlier versions named none.
+    #[serde(default)]
+    id: Option<ConnectionId>,
 }
 
 /// A connection that lives.
@@ -144,10 +148,15 @@ impl Node {
         let kept = match session.agreed(INIT_LIMIT) {
             None => Err(std::io::Error::other("the kernel did not begin to speak")),
             Some(negotiated) => {
+                let id = ConnectionId::random().ok();
+                if let Some(id) = id {
+                    self.registry.set_connection(id);
+                }
                 let connection = Connection {
                     format: FORMAT,
                     negotiated,
                     device,
+                    id,
                 };
                 let fds: Vec<BorrowedFd<'_>> = copies.iter().map(|fd| fd.as_fd()).collect();
                 serde_json::to_value(connection)
@@ -200,6 +209,9 @@ impl Node {
                 ));
             }
         }
+        if let Some(id) = living.connection.id {
+            self.registry.set_connection(id);
+        }
         let session = Session::resume(
             living.channels,
             living.connection.negotiated,
@@ -241,8 +253,8 @@ impl Node {
         let dir = self.root.join("cache").join(record.layer.hex());
         fs_err::create_dir_all(&dir).at("create", &dir)?;
         let manifest = self.manifest(store, &record.manifest)?;
-        let map = self.ensure_map(store, &manifest, &dir)?;
-        self.make_blob(store, &manifest, map, &dir)
+        let map = self.ensure_map(store, &manifest, &dir, None)?;
+        self.make_blob(store, &manifest, map, &dir, None)
     }
 
     /// Knows again what is mounted, and unmounts what nobody knows.

@@ -1,6 +1,6 @@
 //! Bringing one layer up and down.
 //!
-//! Up: manifest, metadata, map and locator are fetched (or found in the cache) and verified, the
+//! Up: metadata, map and locator are fetched (or found in the cache), all at once, and verified, the
 //! blob joins the FUSE directory, the kernel mounts EROFS over metadata file and blob. Every
 //! step can be repeated, and what a failed one leaves is used or replaced by the next.
 
@@ -9,11 +9,14 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use layerpack_erofs::Image;
-use layerpack_store::{Blob as BlobRef, Digest, LayerId, LayerMap, LayerStore, Locator, Manifest};
+use layerpack_store::{
+    Blob as BlobRef, Digest, LayerId, LayerMap, LayerStore, Locator, Manifest, PartsWanted,
+};
 use layerpack_sys::mount;
 
 use super::Node;
 use super::caches::NO_STORE;
+use super::given::Candidate;
 use super::types::LayerHandle;
 use crate::cache::BlobCache;
 use crate::error::{IoContext, LayerfsError, Result};
@@ -42,6 +45,14 @@ pub(super) struct Up {
     pub(super) store: String,
     /// Since when no lease uses it.
     pub(super) idle_since: Instant,
+}
+
+/// What is at hand of a layer before its blob is made: read of the store just now, or in the cache.
+#[derive(Debug, Default)]
+struct Fetched {
+    map: Option<LayerMap>,
+    /// What the store said, if it was asked.
+    locator: Option<Result<Locator>>,
 }
 
 /// A layer's store as the node knows it: open already, or by address only (after a restart).
@@ -73,33 +84,22 @@ impl Node {
 
     /// The manifest of that digest, from the node's copy or the store.
     pub(super) fn manifest(&self, store: &StoreRef, digest: &Digest) -> Result<Manifest> {
-        let dir = self.root.join("manifests");
-        let path = dir.join(digest.hex());
-        if let Ok(bytes) = fs_err::read(&path)
-            && Digest::of(&bytes) == *digest
-            && let Ok(manifest) = Manifest::from_bytes(&bytes)
-        {
+        if let Some(manifest) = self.kept_manifest(digest) {
             return Ok(manifest);
         }
         let manifest = self.opened(store)?.manifest(digest)?;
-        let bytes = manifest
-            .to_bytes()
-            .map_err(layerpack_store::StoreError::from)?;
-        files::replace(&dir, &path, &[&bytes], false)?;
+        self.keep_manifest(digest, &manifest)?;
         Ok(manifest)
     }
 
     /// Brings a layer up, or finds it up.
-    pub(super) fn bring_up(
-        &self,
-        store: &StoreRef,
-        manifest: Manifest,
-        manifest_digest: &Digest,
-    ) -> Result<LayerHandle> {
+    pub(super) fn bring_up(&self, store: &StoreRef, candidate: &Candidate) -> Result<LayerHandle> {
+        let manifest = &candidate.manifest;
         let layer_id = manifest.layer_id();
         let slot = self.slot(layer_id);
         let mut slot = slot.lock();
         if let Some(up) = &slot.up {
+            self.confirm(store, candidate)?;
             return Ok(LayerHandle {
                 layer_id,
                 mountpoint: up.mountpoint.clone(),
@@ -108,18 +108,20 @@ impl Node {
         let dir = self.root.join("cache").join(layer_id.hex());
         fs_err::create_dir_all(&dir).at("create", &dir)?;
         let meta = dir.join(META);
-        self.ensure_meta(store, &manifest, &meta)?;
+        let fetched = self.fetch_parts(store, candidate, &dir)?;
+        self.keep_given(candidate)?;
         // Before the kernel can ask for the blob: a process that takes over must know of it.
         let entry = self.registry.get(layer_id);
         let opens = entry.as_deref().map(|entry| entry.open_count());
         self.served.write(
             layer_id,
-            manifest_digest,
+            &candidate.digest,
             manifest.data_size,
             store.url(),
             opens,
         )?;
-        let blob = self.ensure_blob(store, &manifest, &dir).inspect_err(|_| {
+        let made = self.ensure_blob(store, manifest, &dir, fetched);
+        let blob = made.inspect_err(|_| {
             if entry.is_none() {
                 self.served.remove(layer_id);
             }
@@ -134,8 +136,8 @@ impl Node {
         }
         slot.up = Some(Up {
             mountpoint: mountpoint.clone(),
-            manifest,
-            manifest_digest: *manifest_digest,
+            manifest: manifest.clone(),
+            manifest_digest: candidate.digest,
             store: store.url().to_owned(),
             idle_since: Instant::now(),
         });
@@ -145,31 +147,73 @@ impl Node {
         })
     }
 
-    /// Has the verified metadata image in the cache. Reading it here to verify it also leaves
-    /// it in the page cache, so that the first walk of the tree waits for no disk.
-    fn ensure_meta(&self, store: &StoreRef, manifest: &Manifest, path: &Path) -> Result<()> {
-        let bytes = match read_verified(path, &manifest.meta) {
-            Some(bytes) => bytes,
-            None => {
-                let bytes = self.opened(store)?.meta(manifest)?;
-                self.count_meta(bytes.len());
-                replace_with(path, &bytes)?;
-                bytes
+    /// Has the verified metadata image in the cache, and asks the store at once for all that is not
+    /// there. Reading the image to verify it also leaves it in the page cache, so that the first
+    /// walk of the tree waits for no disk.
+    fn fetch_parts(&self, store: &StoreRef, candidate: &Candidate, dir: &Path) -> Result<Fetched> {
+        let manifest = &candidate.manifest;
+        let path = dir.join(META);
+        let kept = read_verified(&path, &manifest.meta);
+        let meta_is_here = match kept {
+            Some(bytes) => check_meta(manifest, &bytes).map(|()| true)?,
+            None => false,
+        };
+        // A blob that serves on has its map and its locator.
+        let layer = manifest.layer_id();
+        let serves = (self.registry.get(layer)).is_some_and(|entry| entry.blob().is_some())
+            || (self.fetcher.find(layer)).is_some_and(|blob| blob.store_url() != NO_STORE);
+        let mut fetched = Fetched::default();
+        let mut ask_locator = !serves && manifest.data_size > 0;
+        if !serves {
+            fetched.map = kept_map(manifest, dir);
+            if !matches!(store, StoreRef::Open(_)) {
+                // The store's last answer will do: see `ensure_locator`.
+                let kept = |map| kept_locator(manifest, map, dir).is_some();
+                ask_locator &= !fetched.map.as_ref().is_some_and(kept);
             }
-        };
-        let damaged = |what: String| LayerfsError::Damaged {
-            layer: *manifest.layer_id().digest(),
-            what,
-        };
-        let image = Image::open(&bytes).map_err(|e| damaged(e.to_string()))?;
-        let devices = image.devices().len();
-        if devices != usize::from(manifest.data_size > 0) {
-            return Err(damaged(format!(
-                "its metadata names {devices} data files, its manifest says {} bytes of data",
-                manifest.data_size
-            )));
         }
-        Ok(())
+        let ask_map = !serves && fetched.map.is_none();
+        let confirm = candidate.to_confirm();
+        if meta_is_here && !ask_map && !ask_locator && confirm.is_none() {
+            return Ok(fetched);
+        }
+        let wanted = PartsWanted {
+            meta: !meta_is_here,
+            map: ask_map,
+            locator: ask_locator,
+            known_map: fetched.map.as_ref(),
+            manifest: confirm,
+        };
+        let asked = self
+            .opened(store)
+            .and_then(|open| Ok(open.parts(manifest, wanted)?));
+        let parts = match asked {
+            Ok(parts) => parts,
+            // Where its frames are can be known from before.
+            Err(e) if meta_is_here && !ask_map && confirm.is_none() => {
+                fetched.locator = Some(Err(e));
+                return Ok(fetched);
+            }
+            Err(e) => return Err(e),
+        };
+        if !parts.manifest.unwrap_or(Ok(true))? {
+            return Err(candidate.missing(store).into());
+        }
+        if let Some(bytes) = parts.meta {
+            let bytes = bytes?;
+            self.count_meta(bytes.len());
+            replace_with(&path, &bytes)?;
+            check_meta(manifest, &bytes)?;
+        }
+        if let Some(map) = parts.map {
+            let map = map?;
+            let bytes = map.to_bytes();
+            self.count_meta(bytes.len());
+            replace_with(&dir.join(MAP), &bytes)?;
+            fetched.map = Some(map);
+        }
+        fetched.locator = parts.locator.map(|locator| Ok(locator?));
+        Ok(fetched)
     }
 
     /// The layer's blob, in the FUSE directory; `None` if the layer has no file data.
@@ -178,6 +222,7 @@ impl Node {
         store: &StoreRef,
         manifest: &Manifest,
         dir: &Path,
+        fetched: Fetched,
     ) -> Result<Option<Arc<Blob>>> {
         let layer = manifest.layer_id();
         if let Some(entry) = self.registry.get(layer) {
@@ -186,32 +231,34 @@ impl Node {
             // Taken over and not opened yet, perhaps because that could not be done before.
             return entry
                 .opened(&self.recordings, || {
-                    let map = self.ensure_map(store, manifest, dir)?;
-                    self.make_blob(store, manifest, map, dir)
+                    let map = self.ensure_map(store, manifest, dir, fetched.map)?;
+                    self.make_blob(store, manifest, map, dir, fetched.locator)
                 })
                 .map(Some);
         }
         if let Some(blob) = self.lingering(layer)? {
             return self.serve(blob).map(Some);
         }
-        let map = self.ensure_map(store, manifest, dir)?;
+        let map = self.ensure_map(store, manifest, dir, fetched.map)?;
         if map.data_size() == 0 {
             return Ok(None);
         }
-        let blob = self.make_blob(store, manifest, map, dir)?;
+        let blob = self.make_blob(store, manifest, map, dir, fetched.locator)?;
         self.serve(blob).map(Some)
     }
 
-    /// Opens the cache of a layer's data and what fills it.
+    /// Opens the cache of a layer's data and what fills it. `said`: the store's answer about the
+    /// locator, if it was asked.
     pub(super) fn make_blob(
         &self,
         store: &StoreRef,
         manifest: &Manifest,
         map: LayerMap,
         dir: &Path,
+        said: Option<Result<Locator>>,
     ) -> Result<Arc<Blob>> {
         let layer = manifest.layer_id();
-        let locator = self.ensure_locator(store, manifest, &map, dir)?;
+        let locator = self.ensure_locator(store, manifest, &map, dir, said)?;
         let cache = BlobCache::open(
             dir,
             manifest.map.digest.as_bytes(),
@@ -267,23 +314,22 @@ impl Node {
         })
     }
 
-    /// The layer's map: it never changes, so a verified copy is as good as the store's.
+    /// The layer's map, unless it is `known`: it never changes, so a verified copy is as good as the
+    /// store's.
     pub(super) fn ensure_map(
         &self,
         store: &StoreRef,
         manifest: &Manifest,
         dir: &Path,
+        known: Option<LayerMap>,
     ) -> Result<LayerMap> {
-        let path = dir.join(MAP);
-        let cached =
-            read_verified(&path, &manifest.map).and_then(|bytes| LayerMap::parse(&bytes).ok());
-        let map = match cached {
+        let map = match known.or_else(|| kept_map(manifest, dir)) {
             Some(map) => map,
             None => {
                 let map = self.opened(store)?.map(manifest)?;
                 let bytes = map.to_bytes();
                 self.count_meta(bytes.len());
-                replace_with(&path, &bytes)?;
+                replace_with(&dir.join(MAP), &bytes)?;
                 map
             }
         };
@@ -309,22 +355,20 @@ impl Node {
         manifest: &Manifest,
         map: &LayerMap,
         dir: &Path,
+        said: Option<Result<Locator>>,
     ) -> Result<Locator> {
         let path = dir.join(LOCATOR);
-        let kept = || {
-            fs_err::read(&path)
-                .ok()
-                .and_then(|bytes| Locator::parse(&bytes, &manifest.map.digest, map).ok())
-        };
-        if let StoreRef::Address(_) | StoreRef::Away(_) = store
+        let kept = || kept_locator(manifest, map, dir);
+        if let (StoreRef::Address(_) | StoreRef::Away(_), None) = (store, &said)
             && let Some(locator) = kept()
         {
             return Ok(locator);
         }
-        let fetched = self
-            .opened(store)
-            .and_then(|store| Ok(store.locator(manifest, map)?));
-        match fetched {
+        let said = said.unwrap_or_else(|| {
+            self.opened(store)
+                .and_then(|store| Ok(store.locator(manifest, map)?))
+        });
+        match said {
             Ok(locator) => {
                 let bytes = locator.to_bytes();
                 self.count_meta(bytes.len());
@@ -386,6 +430,34 @@ impl Node {
     fn count_meta(&self, len: usize) {
         self.meta_fetched.fetch_add(len as u64, Ordering::Relaxed);
     }
+}
+
+/// Looks whether a metadata image fits its manifest.
+fn check_meta(manifest: &Manifest, bytes: &[u8]) -> Result<()> {
+    let damaged = |what: String| LayerfsError::Damaged {
+        layer: *manifest.layer_id().digest(),
+        what,
+    };
+    let image = Image::open(bytes).map_err(|e| damaged(e.to_string()))?;
+    let devices = image.devices().len();
+    if devices != usize::from(manifest.data_size > 0) {
+        return Err(damaged(format!(
+            "its metadata names {devices} data files, its manifest says {} bytes of data",
+            manifest.data_size
+        )));
+    }
+    Ok(())
+}
+
+/// The map in a layer's cache directory.
+fn kept_map(manifest: &Manifest, dir: &Path) -> Option<LayerMap> {
+    read_verified(&dir.join(MAP), &manifest.map).and_then(|bytes| LayerMap::parse(&bytes).ok())
+}
+
+/// The locator in a layer's cache directory.
+fn kept_locator(manifest: &Manifest, map: &LayerMap, dir: &Path) -> Option<Locator> {
+    let bytes = fs_err::read(dir.join(LOCATOR)).ok()?;
+    Locator::parse(&bytes, &manifest.map.digest, map).ok()
 }
 
 /// The file's bytes if they are exactly what the manifest says.

@@ -25,6 +25,7 @@ mod adopt;
 mod backing;
 mod book;
 mod caches;
+mod given;
 mod layer;
 mod learn;
 mod lease;
@@ -65,6 +66,7 @@ use crate::record::Recordings;
 use crate::sync::{AtomicBool, AtomicU64, Condvar, Mutex, Ordering, RwLock};
 
 use book::Book;
+use given::{Candidate, Parsed};
 use layer::{Slot, StoreRef};
 use learn::Learner;
 use lease::Record;
@@ -75,7 +77,9 @@ use store_lease::StoreLeases;
 
 pub use backing::ErofsBacking;
 pub use caches::{CacheChecked, CacheStatus, CachedLayer, Evicted};
+pub use given::GivenManifests;
 pub use learn::{LearntProfile, PublishedProfile};
+pub(crate) use prefetch::Task as PrefetchTask;
 pub use prefetch::{PrefetchMode, PrefetchSpec};
 pub use recording::{Recorded, RecordingBegun};
 pub use status::NodeMetrics;
@@ -114,6 +118,8 @@ pub struct Node {
     generated: Mutex<HashMap<Digest, PathBuf>>,
     leases: Mutex<Book>,
     store_leases: StoreLeases,
+    /// Manifests that were read not long ago.
+    parsed: Mutex<Parsed>,
     problems: Mutex<Vec<String>>,
     /// What was found of former lives.
     swept: Mutex<Vec<String>>,
@@ -242,6 +248,7 @@ impl Node {
             slots: Mutex::new(HashMap::new()),
             generated: Mutex::new(HashMap::new()),
             store_leases,
+            parsed: Mutex::default(),
             problems: Mutex::new(problems),
             swept: Mutex::new(swept),
             meta_fetched: AtomicU64::new(0),
@@ -336,7 +343,7 @@ impl Node {
         let store = StoreRef::Open(store.clone());
         self.protect(&store, &[*manifest])?;
         let parsed = self.manifest(&store, manifest)?;
-        self.bring_up(&store, parsed, manifest)
+        self.bring_up(&store, &Candidate::kept(parsed, *manifest))
     }
 
     fn load_leases(&self) -> Result<Vec<Record>> {
@@ -555,13 +562,7 @@ impl Node {
             tracing::warn!("a mount of layer data is still in use elsewhere");
         } else if !force {
             // The filesystem is gone, and with it all open files; who aborts it cannot say that.
-            for entry in self.registry.entries() {
-                if let Some(blob) = entry.blob()
-                    && blob.cache().is_frozen()
-                {
-                    blob.give_back();
-                }
-            }
+            self.registry.all_closed();
         }
         Ok(())
     }

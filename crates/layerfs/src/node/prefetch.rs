@@ -133,7 +133,7 @@ impl Node {
             layers,
             blobs,
             rate: self.config.fill_bytes_per_second,
-            learnt: Arc::clone(&self.learner.learnt),
+            learnt: Some(Arc::clone(&self.learner.learnt)),
             cancel,
         };
         let running = Arc::clone(&self.prefetches.running);
@@ -152,19 +152,25 @@ impl Node {
     }
 }
 
-struct Task {
-    store: LayerStore,
-    lease: String,
-    spec: PrefetchSpec,
-    layers: Vec<LayerId>,
-    blobs: BTreeMap<LayerId, Arc<Blob>>,
-    rate: Option<u64>,
-    learnt: Arc<Learnt>,
-    cancel: Arc<Cancel>,
+/// What is to be fetched ahead for one stack.
+pub(crate) struct Task {
+    pub(crate) store: LayerStore,
+    /// Who it is for, in the log.
+    pub(crate) lease: String,
+    pub(crate) spec: PrefetchSpec,
+    /// Bottom first.
+    pub(crate) layers: Vec<LayerId>,
+    pub(crate) blobs: BTreeMap<LayerId, Arc<Blob>>,
+    /// Bytes a second of a fill, at most.
+    pub(crate) rate: Option<u64>,
+    /// What the node has learnt, where there is one.
+    pub(crate) learnt: Option<Arc<Learnt>>,
+    pub(crate) cancel: Arc<Cancel>,
 }
 
 impl Task {
-    fn run(&self) {
+    /// Fetches, until all is there or it is cancelled. What fails is logged.
+    pub(crate) fn run(&self) {
         match self.choose() {
             Ok(Some((name, profile))) => self.follow(&name, &profile),
             Ok(None) => {
@@ -200,7 +206,7 @@ impl Task {
     /// The profile that is named, else what the node has learnt of the stack or, going down, of
     /// what it is made on, else the best that the store has.
     fn choose(&self) -> Result<Option<(String, Profile)>, StoreError> {
-        if self.spec.profile.is_none() {
+        if let (None, Some(learnt)) = (&self.spec.profile, &self.learnt) {
             let mut unique: Vec<LayerId> = Vec::with_capacity(self.layers.len());
             for layer in &self.layers {
                 unique.retain(|known| known != layer);
@@ -208,7 +214,7 @@ impl Task {
             }
             for height in (1..=unique.len()).rev().take(TOPS) {
                 let layers = unique.get(..height).unwrap_or_default();
-                if let Some(profile) = self.learnt.get(&stack_digest(layers), layers) {
+                if let Some(profile) = learnt.get(&stack_digest(layers), layers) {
                     return Ok(Some(("learnt by this node".to_owned(), profile)));
                 }
             }

@@ -20,6 +20,7 @@ use rustix::fs::{Advice, Mode, OFlags, fadvise};
 use rustix::io::Errno;
 
 use super::served::{Record, Served};
+use crate::cache::ConnectionId;
 use crate::error::Result as NodeResult;
 use crate::fetch::Blob;
 use crate::fuse::{BlobAttr, BlobSource, OpenMode, ReplyBuf};
@@ -135,6 +136,8 @@ pub(super) struct Registry {
     served: Arc<Served>,
     tables: RwLock<Tables>,
     opener: OnceLock<Opener>,
+    /// The connection that all of this is served over, if it is one that outlives the process.
+    connection: OnceLock<ConnectionId>,
 }
 
 impl std::fmt::Debug for Registry {
@@ -168,6 +171,26 @@ impl Registry {
             served,
             tables: RwLock::new(Tables::default()),
             opener: OnceLock::new(),
+            connection: OnceLock::new(),
+        }
+    }
+
+    /// Which connection it is served over. Set once, before anything is lent.
+    pub(super) fn set_connection(&self, id: ConnectionId) {
+        let _ = self.connection.set(id);
+    }
+
+    /// The connection has ended with all its files: what was lent over it is the caches' own again.
+    pub(super) fn all_closed(&self) {
+        for entry in self.entries() {
+            if let Some(blob) = entry.blob()
+                && blob.cache().is_frozen()
+            {
+                blob.give_back();
+                if let Some(connection) = self.connection.get() {
+                    blob.thaw(*connection);
+                }
+            }
         }
     }
 
@@ -346,7 +369,7 @@ impl BlobSource for Registry {
         if entry.opens() > 1 {
             return None;
         }
-        entry.blob()?.lend()
+        entry.blob()?.lend(self.connection.get().copied())
     }
 
     fn give_back(&self, ino: u64) {
@@ -354,6 +377,19 @@ impl BlobSource for Registry {
             && let Some(blob) = entry.blob()
         {
             blob.give_back();
+        }
+    }
+
+    fn closed(&self, ino: u64) {
+        let (Some(entry), Some(connection)) = (self.entry(ino), self.connection.get()) else {
+            return;
+        };
+        // Opens of all processes that served this connection are counted, and the one that ends is
+        // the last of them. One that begins now is lent nothing before this is done.
+        if entry.opens() <= 1
+            && let Some(blob) = entry.blob()
+        {
+            blob.thaw(*connection);
         }
     }
 

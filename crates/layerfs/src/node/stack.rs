@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use layerpack_erofs::{Image, WriteOptions, write_image};
-use layerpack_store::{Digest, Hasher, LayerId, LayerMap, LayerStore, Manifest};
+use layerpack_store::{Digest, Hasher, LayerId, LayerMap, LayerStore, Manifest, at_once};
 
+use super::given::{Candidate, GivenManifests};
 use super::layer::{META, StoreRef, read_verified};
 use super::lease::{Record, check_id};
 use super::types::{LeaseInfo, LeaseSpec, Stack};
@@ -25,6 +26,9 @@ struct Plan {
 }
 
 const PLAN_FORMAT: u32 = 1;
+
+/// Layers of a stack that come up at once. Each asks the store for up to five objects at a time.
+const LAYERS_AT_ONCE: usize = 8;
 
 /// Identity of a stack: of what its layers hold, in order.
 pub(super) fn stack_digest(layers: &[LayerId]) -> Digest {
@@ -49,6 +53,20 @@ impl Node {
         manifests: &[Digest],
         lease: &LeaseSpec,
     ) -> Result<Stack> {
+        self.stack_up_with(store, manifests, &GivenManifests::default(), lease)
+    }
+
+    /// As [`Node::stack_up`], by a caller who has read manifests already: those need no fetching.
+    ///
+    /// # Errors
+    /// As [`Node::stack_up`].
+    pub fn stack_up_with(
+        &self,
+        store: &LayerStore,
+        manifests: &[Digest],
+        given: &GivenManifests,
+        lease: &LeaseSpec,
+    ) -> Result<Stack> {
         self.check_running()?;
         check_id(&lease.id)?;
         // Keeps `trim_idle` from unmounting a generated layer that no lease names yet.
@@ -69,8 +87,8 @@ impl Node {
             }
         }
         let store = StoreRef::Open(store.clone());
-        self.protect(&store, manifests)?;
-        let parsed = self.manifests(&store, manifests)?;
+        let held = self.protect(&store, manifests)?;
+        let candidates = self.candidates(&store, manifests, given, held)?;
         let info = LeaseInfo {
             spec: lease.clone(),
             manifests: manifests.to_vec(),
@@ -78,31 +96,29 @@ impl Node {
             stack: Stack {
                 lowers: Vec::new(),
                 lease: lease.id.clone(),
-                layers: parsed.iter().map(Manifest::layer_id).collect(),
+                layers: candidates.iter().map(Candidate::layer).collect(),
             },
         };
         // Held before the layers come up, so that nobody takes them down in between.
         self.leases
             .lock()
             .insert(Record::new(info, &self.boot_text));
-        let result = self
-            .bring_stack_up(&store, parsed, manifests)
-            .and_then(|lowers| {
-                let record = {
-                    let mut leases = self.leases.lock();
-                    let Some(mut record) = leases.record(&lease.id) else {
-                        return Err(LayerfsError::UnknownLease {
-                            id: lease.id.clone(),
-                        });
-                    };
-                    record.info.stack.lowers = lowers;
-                    leases.insert(record.clone());
-                    record
+        let result = self.bring_stack_up(&store, candidates).and_then(|lowers| {
+            let record = {
+                let mut leases = self.leases.lock();
+                let Some(mut record) = leases.record(&lease.id) else {
+                    return Err(LayerfsError::UnknownLease {
+                        id: lease.id.clone(),
+                    });
                 };
-                record.save(&self.root.join("leases"))?;
-                self.learn_begin(&record.info);
-                Ok(record.info.stack)
-            });
+                record.info.stack.lowers = lowers;
+                leases.insert(record.clone());
+                record
+            };
+            record.save(&self.root.join("leases"))?;
+            self.learn_begin(&record.info);
+            Ok(record.info.stack)
+        });
         if result.is_err() {
             self.leases.lock().remove(&lease.id);
             drop(stacking);
@@ -111,29 +127,24 @@ impl Node {
         result
     }
 
-    fn manifests(&self, store: &StoreRef, digests: &[Digest]) -> Result<Vec<Manifest>> {
-        digests.iter().map(|d| self.manifest(store, d)).collect()
-    }
-
     /// Brings up again what a lease of a former life of the node held.
     pub(super) fn restore_lease(&self, record: &Record) -> Result<()> {
         let store = StoreRef::Address(record.info.store.clone());
-        let parsed = self.manifests(&store, &record.info.manifests)?;
-        self.bring_stack_up(&store, parsed, &record.info.manifests)?;
+        let none = GivenManifests::default();
+        let candidates = self.candidates(&store, &record.info.manifests, &none, false)?;
+        self.bring_stack_up(&store, candidates)?;
         self.learner.note(&record.info.stack.layers);
         Ok(())
     }
 
     /// Mounts everything and returns the directories for overlayfs, the top first.
-    fn bring_stack_up(
-        &self,
-        store: &StoreRef,
-        manifests: Vec<Manifest>,
-        digests: &[Digest],
-    ) -> Result<Vec<PathBuf>> {
-        let mut layers: Vec<(LayerId, PathBuf, Manifest)> = Vec::with_capacity(manifests.len());
-        for (manifest, digest) in manifests.into_iter().zip(digests) {
-            let handle = self.bring_up(store, manifest.clone(), digest)?;
+    fn bring_stack_up(&self, store: &StoreRef, candidates: Vec<Candidate>) -> Result<Vec<PathBuf>> {
+        let down = candidates.iter().filter(|c| !self.is_up(c.layer()));
+        // What is up already is not worth a thread.
+        let most = if down.count() > 1 { LAYERS_AT_ONCE } else { 1 };
+        let handles = at_once(&candidates, most, |c| self.bring_up(store, c))?;
+        let mut layers: Vec<(LayerId, PathBuf, Manifest)> = Vec::with_capacity(candidates.len());
+        for (handle, Candidate { manifest, .. }) in handles.into_iter().zip(candidates) {
             // overlayfs refuses the same layer twice. The upper of the two shows the same
             // names, and all that lies between it and the lower one.
             layers.retain(|(id, _, _)| *id != handle.layer_id);
@@ -152,6 +163,12 @@ impl Node {
         }
         lowers.reverse();
         Ok(lowers)
+    }
+
+    /// Whether a layer is mounted; `false` also while it is on its way up or down.
+    fn is_up(&self, layer: LayerId) -> bool {
+        let slot = self.slot(layer);
+        slot.try_lock().is_some_and(|slot| slot.up.is_some())
     }
 
     /// What to do about a stack: from its plan on disk, else worked out now.

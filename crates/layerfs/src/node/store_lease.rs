@@ -80,20 +80,20 @@ impl StoreLeases {
 }
 
 impl Node {
-    /// Has the store keep these layers, before they are mounted.
+    /// Has the store keep these layers, before they are mounted. Whether it does.
     ///
     /// # Errors
     /// If a layer is being deleted just now.
-    pub(super) fn protect(&self, store: &StoreRef, manifests: &[Digest]) -> Result<()> {
+    pub(super) fn protect(&self, store: &StoreRef, manifests: &[Digest]) -> Result<bool> {
         let Some(lease) = self.store_lease(store) else {
-            return Ok(());
+            return Ok(false);
         };
         match lease.hold(manifests) {
-            Ok(()) => Ok(()),
+            Ok(()) => Ok(true),
             Err(error @ StoreError::Collecting { .. }) => Err(LayerfsError::Store(error)),
             Err(error) => {
                 self.lease_failed(store.url(), &error);
-                Ok(())
+                Ok(false)
             }
         }
     }

@@ -6,7 +6,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use layerpack_erofs::{Image, Tree};
-use layerpack_store::{Blob as BlobRef, Digest, LayerMap, LayerStore, Locator, Manifest};
+use layerpack_store::{
+    Blob as BlobRef, Digest, LayerMap, LayerStore, Locator, Manifest, Parts, PartsWanted,
+    StoreError,
+};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
@@ -95,14 +98,48 @@ pub(super) fn open(
         layer: *layer.digest(),
         what,
     };
-    let meta = verified(dir, META, &manifest.meta, || Ok(store.meta(manifest)?))?;
+    let kept_meta = kept(dir, META, &manifest.meta);
+    let kept_map = kept(dir, MAP, &manifest.map).and_then(|bytes| LayerMap::parse(&bytes).ok());
+    // All that is not here at once.
+    let parts = store.parts(
+        manifest,
+        PartsWanted {
+            meta: kept_meta.is_none(),
+            map: kept_map.is_none(),
+            locator: manifest.data_size > 0,
+            known_map: kept_map.as_ref(),
+            manifest: None,
+        },
+    );
+    let parts = match parts {
+        Ok(parts) => parts,
+        // What was read before will do.
+        Err(e) if kept_meta.is_some() && kept_map.is_some() => Parts {
+            locator: Some(Err(e)),
+            ..Parts::default()
+        },
+        Err(e) => return Err(e.into()),
+    };
+    let meta = match (kept_meta, parts.meta) {
+        (None, Some(read)) => {
+            let bytes = read?;
+            files::replace(dir, &dir.join(META), &[&bytes], false)?;
+            bytes
+        }
+        (kept, _) => kept.unwrap_or_default(),
+    };
     let image = Image::open(&meta).map_err(|e| damaged(e.to_string()))?;
     let tree = Tree::from_image(&image).map_err(|e| damaged(e.to_string()))?;
     drop(meta);
-    let map = verified(dir, MAP, &manifest.map, || {
-        Ok(store.map(manifest)?.to_bytes())
-    })?;
-    let map = LayerMap::parse(&map).map_err(|e| damaged(e.to_string()))?;
+    let map = match (kept_map, parts.map) {
+        (Some(map), _) => map,
+        (None, Some(read)) => {
+            let map = read?;
+            files::replace(dir, &dir.join(MAP), &[&map.to_bytes()], false)?;
+            map
+        }
+        (None, None) => store.map(manifest)?,
+    };
     if map.data_size() != manifest.data_size {
         return Err(damaged(format!(
             "its map speaks of {} bytes of data, its manifest of {}",
@@ -123,8 +160,13 @@ pub(super) fn open(
     let blob = if map.data_size() == 0 {
         None
     } else {
+        let said = parts
+            .locator
+            .unwrap_or_else(|| store.locator(manifest, &map));
+        let locator = locator(said, manifest, &map, dir)?;
+        let located = Located { map, locator };
         Some(open_blob(
-            store, manifest, map, dir, boot, fetcher, open_store,
+            store, manifest, located, dir, boot, fetcher, open_store,
         )?)
     };
     Ok(Opened {
@@ -134,10 +176,16 @@ pub(super) fn open(
     })
 }
 
+/// Where a layer's chunks are: in its data, and in the store.
+struct Located {
+    map: LayerMap,
+    locator: Locator,
+}
+
 fn open_blob(
     store: &LayerStore,
     manifest: &Manifest,
-    map: LayerMap,
+    Located { map, locator }: Located,
     dir: &Path,
     boot: BootId,
     fetcher: &Arc<Fetcher>,
@@ -150,7 +198,6 @@ fn open_blob(
         map.extents().len() as u64,
         boot,
     )?;
-    let locator = locator(store, manifest, &map, dir)?;
     let url = store.url().to_owned();
     let (opener, address) = (Arc::clone(open_store), url.clone());
     Ok(Blob::new(
@@ -167,10 +214,15 @@ fn open_blob(
     ))
 }
 
-/// Where the store has the layer's frames, or had them when it last answered.
-fn locator(store: &LayerStore, manifest: &Manifest, map: &LayerMap, dir: &Path) -> Result<Locator> {
+/// Where the store has the layer's frames, as it said, or had them when it last answered.
+fn locator(
+    said: Result<Locator, StoreError>,
+    manifest: &Manifest,
+    map: &LayerMap,
+    dir: &Path,
+) -> Result<Locator> {
     let path = dir.join(LOCATOR);
-    match store.locator(manifest, map) {
+    match said {
         Ok(locator) => {
             files::replace(dir, &path, &[&locator.to_bytes()], false)?;
             Ok(locator)
@@ -184,22 +236,12 @@ fn locator(store: &LayerStore, manifest: &Manifest, map: &LayerMap, dir: &Path) 
     }
 }
 
-/// The bytes of a small file in the cache if they are what the manifest says, else fetched.
-fn verified(
-    dir: &Path,
-    name: &str,
-    blob: &BlobRef,
-    fetch: impl FnOnce() -> Result<Vec<u8>>,
-) -> Result<Vec<u8>> {
+/// The bytes of a small file in the cache if they are what the manifest says.
+fn kept(dir: &Path, name: &str, blob: &BlobRef) -> Option<Vec<u8>> {
     let path = dir.join(name);
-    let fits = fs_err::metadata(&path).is_ok_and(|found| found.len() == blob.size);
-    if fits
-        && let Ok(bytes) = fs_err::read(&path)
-        && Digest::of(&bytes) == blob.digest
-    {
-        return Ok(bytes);
+    if fs_err::metadata(&path).ok()?.len() != blob.size {
+        return None;
     }
-    let bytes = fetch()?;
-    files::replace(dir, &path, &[&bytes], false)?;
-    Ok(bytes)
+    let bytes = fs_err::read(&path).ok()?;
+    (Digest::of(&bytes) == blob.digest).then_some(bytes)
 }

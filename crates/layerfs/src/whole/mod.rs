@@ -20,12 +20,13 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use fuser::{Config, SessionACL};
-use layerpack_store::{Digest, LayerStore, Manifest, NodeLease, StoreError};
+use layerpack_store::{Digest, LayerId, LayerStore, Manifest, NodeLease, StoreError, at_once};
 
 use crate::StoreOpener;
 use crate::cache::BootId;
 use crate::error::{IoContext, LayerfsError, Result};
-use crate::fetch::{FetchConfig, Fetcher};
+use crate::fetch::{Cancel, FetchConfig, Fetcher};
+use crate::node::{PrefetchMode, PrefetchSpec, PrefetchTask};
 
 pub use attach::unmount;
 
@@ -36,6 +37,8 @@ use server::{Server, Shared};
 /// What the mount table shows after `fuse.`: tells these mounts from a node's own.
 pub const SUBTYPE: &str = "layerpack-tree";
 
+/// Layers that are opened at once.
+const LAYERS_AT_ONCE: usize = 4;
 /// How long a lease in the store outlives its mount.
 const TTL: Duration = Duration::from_secs(24 * 60 * 60);
 /// How long a mount waits for a collector that deletes the layer.
@@ -60,6 +63,10 @@ pub struct WholeConfig {
     /// Let other users in; the kernel then checks modes, owners and ACLs. Without it only the
     /// mounting user sees the mount, and may read everything in it.
     pub allow_other: bool,
+    /// What to fetch before it is read.
+    pub prefetch: PrefetchSpec,
+    /// Bytes a second that a fill of whole layers fetches, at most.
+    pub fill_bytes_per_second: Option<u64>,
     /// Opens stores by address.
     pub open_store: StoreOpener,
 }
@@ -84,6 +91,8 @@ impl WholeConfig {
             threads: 0,
             wait_threads: 32,
             allow_other: false,
+            prefetch: PrefetchSpec::default(),
+            fill_bytes_per_second: Some(64 << 20),
             open_store: Arc::new(|url| layerpack_store::open_url(url).map(LayerStore::new)),
         }
     }
@@ -97,7 +106,12 @@ pub struct Whole {
     fetcher: Arc<Fetcher>,
     places: Vec<layers::Place>,
     lease: Option<NodeLease>,
+    /// Why there is none.
+    unleased: Option<Unleased>,
     manifests: BTreeSet<Digest>,
+    store: LayerStore,
+    /// Bottom first.
+    layers: Vec<LayerId>,
 }
 
 impl Whole {
@@ -119,21 +133,26 @@ impl Whole {
         }
         layers::private_dir(&config.cache)?;
         let manifests: BTreeSet<Digest> = layers.iter().map(|(digest, _)| *digest).collect();
-        let lease = protect(store, &manifests)?;
+        let (lease, unleased) = match protect(store, &manifests)? {
+            Ok(lease) => (Some(lease), None),
+            Err(unleased) => (None, Some(unleased)),
+        };
         let boot = BootId::current()?;
         let fetcher = Fetcher::new(config.fetch);
         let mut trees = Vec::with_capacity(layers.len());
         let mut blobs = Vec::with_capacity(layers.len());
         let mut places = Vec::with_capacity(layers.len());
-        for (_, manifest) in layers {
-            let opened = layers::open(
+        let opened = at_once(layers, LAYERS_AT_ONCE, |(_, manifest)| {
+            layers::open(
                 store,
                 manifest,
                 &config.cache,
                 boot,
                 &fetcher,
                 &config.open_store,
-            )?;
+            )
+        })?;
+        for opened in opened {
             trees.push(opened.tree);
             blobs.push(opened.blob);
             places.push(opened.place);
@@ -153,8 +172,39 @@ impl Whole {
             fetcher,
             places,
             lease,
+            unleased,
             manifests,
+            store: store.clone(),
+            layers: layers.iter().map(|(_, m)| m.layer_id()).collect(),
         })
+    }
+
+    /// Begins to fetch ahead, if anything is to be.
+    fn prefetch(&self, directory: &Path) -> Result<Option<Prefetching>> {
+        let spec = self.config.prefetch.clone();
+        if matches!(spec.mode, PrefetchMode::None | PrefetchMode::Meta) {
+            return Ok(None);
+        }
+        let cancel = Arc::new(Cancel::default());
+        let blobs = self.shared.blobs();
+        let task = PrefetchTask {
+            store: self.store.clone(),
+            lease: directory.display().to_string(),
+            spec,
+            layers: self.layers.clone(),
+            blobs: blobs.map(|b| (b.layer(), Arc::clone(b))).collect(),
+            rate: self.config.fill_bytes_per_second,
+            learnt: None,
+            cancel: Arc::clone(&cancel),
+        };
+        let thread = std::thread::Builder::new()
+            .name("prefetch".to_owned())
+            .spawn(move || task.run())
+            .at("start a thread for", directory)?;
+        Ok(Some(Prefetching {
+            cancel,
+            _thread: thread,
+        }))
     }
 
     /// Mounts it on a directory. When this returns, the mount is there and served.
@@ -199,6 +249,7 @@ impl Whole {
         };
         // The session has its own descriptor.
         drop(connection);
+        let prefetching = self.prefetch(directory)?;
         let (end, ended) = mpsc::channel();
         let keeper = Keeper {
             shared: Arc::clone(&self.shared),
@@ -215,14 +266,40 @@ impl Whole {
             shared: self.shared,
             fetcher: self.fetcher,
             _places: self.places,
+            unleased: self.unleased,
+            prefetching,
             end: Some(end),
             housekeeper: Some(housekeeper),
         })
     }
 }
 
-/// Has the store keep the layers. A store that takes no lease costs a warning.
-fn protect(store: &LayerStore, manifests: &BTreeSet<Digest>) -> Result<Option<NodeLease>> {
+/// Why a store keeps the layers for nobody.
+#[derive(Debug)]
+struct Unleased {
+    store: String,
+    error: StoreError,
+}
+
+/// What is fetched ahead. It ends with the mount.
+#[derive(Debug)]
+struct Prefetching {
+    cancel: Arc<Cancel>,
+    /// Not waited for: a store that hangs must not keep a mount from ending.
+    _thread: JoinHandle<()>,
+}
+
+impl Drop for Prefetching {
+    fn drop(&mut self) {
+        self.cancel.cancel();
+    }
+}
+
+/// Has the store keep the layers. One that takes no lease is no error.
+fn protect(
+    store: &LayerStore,
+    manifests: &BTreeSet<Digest>,
+) -> Result<std::result::Result<NodeLease, Unleased>> {
     let random = fs_err::read_to_string("/proc/sys/kernel/random/uuid")
         .at("read", Path::new("/proc/sys/kernel/random/uuid"))?;
     let id: String = Digest::of(random.as_bytes())
@@ -240,13 +317,12 @@ fn protect(store: &LayerStore, manifests: &BTreeSet<Digest>) -> Result<Option<No
     let made = NodeLease::new(store, &id, who, TTL, PATIENCE)
         .and_then(|lease| lease.hold(&wanted).map(|()| lease));
     match made {
-        Ok(lease) => Ok(Some(lease)),
+        Ok(lease) => Ok(Ok(lease)),
         Err(error @ StoreError::Collecting { .. }) => Err(LayerfsError::Store(error)),
-        Err(error) => {
-            tracing::info!(store = %store.url(), error = %error,
-                "the store takes no lease: keep its garbage collector from layers that are mounted here");
-            Ok(None)
-        }
+        Err(error) => Ok(Err(Unleased {
+            store: store.url().to_owned(),
+            error,
+        })),
     }
 }
 
@@ -296,6 +372,8 @@ pub struct WholeSession {
     fetcher: Arc<Fetcher>,
     /// Locks of the caches, held to the end.
     _places: Vec<layers::Place>,
+    unleased: Option<Unleased>,
+    prefetching: Option<Prefetching>,
     end: Option<mpsc::Sender<()>>,
     housekeeper: Option<JoinHandle<()>>,
 }
@@ -306,6 +384,11 @@ impl WholeSession {
     /// # Errors
     /// When the descriptor of the mount failed.
     pub fn wait(mut self) -> Result<()> {
+        // Said here, where a server in the background has its log: it is no news for a terminal.
+        if let Some(Unleased { store, error }) = &self.unleased {
+            tracing::info!(%store, %error,
+                "the store takes no lease: keep its garbage collector from layers that are mounted here");
+        }
         match self.session.take() {
             Some(session) => session.join().at("serve", Path::new("/dev/fuse")),
             None => Ok(()),
@@ -315,6 +398,7 @@ impl WholeSession {
 
 impl Drop for WholeSession {
     fn drop(&mut self) {
+        drop(self.prefetching.take());
         if self.session.take().is_some() && unmount(&self.directory, false).is_err() {
             let _ = unmount(&self.directory, true);
         }

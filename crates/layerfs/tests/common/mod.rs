@@ -334,6 +334,8 @@ pub struct Gauge {
     pub bytes: AtomicU64,
     pub seen: Mutex<Vec<(String, Range<u64>)>>,
     pub shut: AtomicBool,
+    /// It refuses connections.
+    pub away: AtomicBool,
     gate: (Mutex<()>, Condvar),
 }
 
@@ -345,6 +347,7 @@ impl Gauge {
             bytes: AtomicU64::new(0),
             seen: Mutex::new(Vec::new()),
             shut: AtomicBool::new(false),
+            away: AtomicBool::new(false),
             gate: (Mutex::new(()), Condvar::new()),
         })
     }
@@ -373,6 +376,14 @@ impl BlobStore for Gauge {
             guard = self.gate.1.wait(guard).unwrap();
         }
         drop(guard);
+        if self.away.load(Ordering::SeqCst) {
+            return Err(StoreError::Io {
+                operation: "read",
+                store: self.url(),
+                key: key.to_string(),
+                source: std::io::ErrorKind::ConnectionRefused.into(),
+            });
+        }
         self.inner.get_range(key, range)
     }
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> StoreResult<PutOutcome> {

@@ -31,4 +31,12 @@ pub(crate) struct NodeArgs {
     /// peer_token_file in the configuration; needed to listen beyond the loopback]
     #[arg(long, value_name = "FILE")]
     pub(crate) peer_token_file: Option<PathBuf>,
+    /// How long a read waits for a store before it fails, such as 60s; none: without end [default:
+    /// LAYERPACK_READ_TIMEOUT, else read_timeout in the configuration, else 60s]
+    #[arg(long, value_name = "TIME")]
+    pub(crate) read_timeout: Option<Window>,
+    /// Have reads wait that long for a store that cannot be reached, instead of failing at once
+    /// [default: LAYERPACK_WAIT_FOR_STORE, else wait_for_store in the configuration, else no]
+    #[arg(long)]
+    pub(crate) wait_for_store: bool,
 }

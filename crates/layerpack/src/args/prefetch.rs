@@ -23,6 +23,18 @@ pub(crate) enum PrefetchArg {
     All,
 }
 
+impl PrefetchArg {
+    /// As it is written on the command line.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Meta => "meta",
+            Self::Profile => "profile",
+            Self::All => "all",
+        }
+    }
+}
+
 #[derive(Debug, Clone, Args)]
 pub(crate) struct PrefetchArgs {
     /// What to fetch before it is read

@@ -16,6 +16,7 @@ use rustix::fs::FlockOperation;
 
 use super::{Client, ClientError};
 use crate::api;
+use crate::holder::DETACHED;
 
 /// How long a start may take: sweeping what a dead predecessor left can need many unmounts.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -98,7 +99,7 @@ fn start(root: &Path, client: &Client) -> anyhow::Result<api::Info> {
         .arg0("layerpack")
         .arg("--root")
         .arg(root)
-        .args(["daemon", "run", "--detached"])
+        .args(["daemon", "run", DETACHED])
         .current_dir("/")
         .stdin(Stdio::null())
         .stdout(log_file.try_clone()?)

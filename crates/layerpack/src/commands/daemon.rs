@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use layerpack_layerfs::LeaseSpec;
-use layerpack_layerfs::holder::{Question, Reply, Who, ask};
+use layerpack_layerfs::holder::{Question, Reply, Who, ask, remedy};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::Pid;
+use rustix::process::{Pid, Signal};
 use serde::Serialize;
 
 use super::Outcome;
@@ -20,13 +20,20 @@ use crate::client::{Client, ClientError};
 use crate::context::{Context, prepare_root, require_root};
 use crate::holder::{self, Linked};
 use crate::mounts::Place;
-use crate::output::{Table, print, printable};
+use crate::output::{Table, print, printable, warning};
 use crate::policy::{self, Policy};
 use crate::settings::{Given, Settings};
 use crate::units::human_bytes;
 
 /// How long `stop` waits for the process to be gone after it agreed to go.
 const GONE: Duration = Duration::from_secs(30);
+/// How long a holder may outlive the daemon before `stop --force` kills it: it has nothing to do.
+const LAST: Duration = Duration::from_secs(5);
+/// How long a holder may take to answer what costs it nothing.
+const ANSWER: Duration = Duration::from_secs(10);
+/// How long it may take to upgrade: by its own limits the new version has 20 s to greet, the old one
+/// 10 s to leave, and the new one two minutes to be ready.
+const UPGRADE: Duration = Duration::from_secs(180);
 
 pub(super) fn run(context: &Context, args: DaemonArgs) -> Outcome {
     match args.command.unwrap_or(DaemonCommand::Run {
@@ -110,11 +117,34 @@ struct Upgraded {
     /// Absent if none lived at that moment.
     old: Option<Who>,
     new: Who,
+    /// The holder now; absent if it is the one from before.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    holder: Option<Who>,
+    /// Why it is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    holder_stays: Option<String>,
 }
 
 fn upgrade(context: &Context) -> Outcome {
     require_root("upgrading the daemon")?;
-    let upgraded = take_over(context.root())?;
+    let (old, new) = take_over(context.root())?;
+    // The new daemon is of this program, and so is the holder that it starts.
+    let replaced = Client::new(context.root())?.replace_holder();
+    let holder_stays = replaced.as_ref().err().map(ToString::to_string);
+    if let Some(why) = &holder_stays
+        && context.says_warnings()
+    {
+        warning(why);
+    }
+    let upgraded = Upgraded {
+        old,
+        new,
+        holder: replaced.ok().map(|holder| Who {
+            pid: holder.pid,
+            version: holder.version,
+        }),
+        holder_stays,
+    };
     let version = |who: &Who| format!("{} (process {})", who.version, who.pid);
     print(context.format, &upgraded, |out| {
         let old = upgraded.old.as_ref().map_or("none".to_owned(), version);
@@ -122,16 +152,23 @@ fn upgrade(context: &Context) -> Outcome {
             out,
             "layerpack {old} gave way to {}",
             version(&upgraded.new)
-        )
+        )?;
+        match &upgraded.holder {
+            Some(holder) => writeln!(out, "kept by {}", version(holder)),
+            None => Ok(()),
+        }
     })?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// Has this program take over from the daemon.
-fn take_over(root: &Path) -> anyhow::Result<Upgraded> {
+fn take_over(root: &Path) -> anyhow::Result<(Option<Who>, Who)> {
     let program = holder::program()?;
-    match ask(root, &Question::Upgrade, Some(&program)) {
-        Ok(Reply::Upgraded { old, new }) => Ok(Upgraded { old, new }),
+    // First whether it answers at all, which needs no long wait.
+    let upgraded = ask(root, &Question::Status, None, ANSWER)
+        .and_then(|_| ask(root, &Question::Upgrade, Some(&program), UPGRADE));
+    match upgraded {
+        Ok(Reply::Upgraded { old, new }) => Ok((old, new)),
         Ok(Reply::Refused { why }) => bail!("the daemon was not upgraded: {why}"),
         Ok(other) => bail!("the holder gave no answer to this: {other:?}"),
         Err(e) if is_absent(&e) => {
@@ -172,7 +209,7 @@ fn stop(context: &Context, force: bool) -> Outcome {
         }
         Err(StopError::Client(ClientError::NotRunning { .. })) => false,
         // One that dies again and again answers nothing; its holder does.
-        Err(StopError::Client(ClientError::Lost { .. })) => end_holder(context.root())?,
+        Err(StopError::Client(ClientError::Lost { .. })) => end_holder(context.root(), force)?,
         Err(error) => return Err(error.into()),
     };
     print(context.format, &Stopped { stopped }, |out| {
@@ -204,47 +241,84 @@ enum StopError {
     Client(#[from] ClientError),
     #[error("the daemon for {root} agreed to stop but is still there after {} s (process {pid})", GONE.as_secs())]
     Stays { root: String, pid: u32 },
+    #[error("the daemon for {root} has stopped, but its holder (process {pid}) is still there after {} s: {remedy}", GONE.as_secs())]
+    HolderStays {
+        root: String,
+        pid: u32,
+        remedy: String,
+    },
 }
 
-/// A descriptor of a process. Taken before it is told to stop, so that it cannot be of a later
-/// process of that number.
-fn process(pid: u32) -> Option<OwnedFd> {
-    i32::try_from(pid)
-        .ok()
-        .and_then(Pid::from_raw)
-        .and_then(|pid| layerpack_sys::ns::pidfd_open(pid).ok())
+/// A process that is to end.
+struct Ending {
+    pid: u32,
+    process: OwnedFd,
 }
 
-/// Waits until these processes have ended.
-fn wait_gone(root: &Path, pid: u32, processes: &[OwnedFd]) -> Result<(), StopError> {
-    let begun = Instant::now();
-    let mut left = processes;
-    while let Some((first, rest)) = left.split_first() {
-        if has_ended(first) {
-            left = rest;
-        } else if begun.elapsed() >= GONE {
-            return Err(StopError::Stays {
-                root: root.display().to_string(),
-                pid,
-            });
+impl Ending {
+    /// By a descriptor, taken before it is told to stop, so that it cannot be of a later process of
+    /// that number. `None` if there is no such process here.
+    fn of(pid: u32) -> Option<Self> {
+        let number = i32::try_from(pid).ok().and_then(Pid::from_raw)?;
+        let process = layerpack_sys::ns::pidfd_open(number).ok()?;
+        Some(Self { pid, process })
+    }
+
+    /// Waits for its end, at most until `end`; whether it came.
+    fn wait(&self, end: Instant) -> bool {
+        loop {
+            if has_ended(&self.process) {
+                return true;
+            }
+            if Instant::now() >= end {
+                return false;
+            }
         }
     }
-    Ok(())
+
+    fn kill(&self) {
+        let _ = rustix::process::pidfd_send_signal(&self.process, Signal::KILL);
+    }
+}
+
+/// Waits until a holder has ended whose daemon has. It then holds nothing: with `force` it is killed
+/// if it takes long.
+fn wait_holder(root: &Path, holder: &Ending, force: bool) -> Result<(), StopError> {
+    let begun = Instant::now();
+    if force {
+        if holder.wait(begun + LAST) {
+            return Ok(());
+        }
+        holder.kill();
+    }
+    if holder.wait(begun + GONE) {
+        return Ok(());
+    }
+    Err(StopError::HolderStays {
+        root: root.display().to_string(),
+        pid: holder.pid,
+        remedy: remedy(i32::try_from(holder.pid).unwrap_or(0)),
+    })
 }
 
 /// Stops the daemon and waits until its process and its holder have ended.
 fn end(client: &Client, root: &Path, force: bool) -> Result<(), StopError> {
     let info = client.info()?;
     let pid = info.pid;
-    let holder = info.holder.map(|holder| holder.pid);
-    let processes: Vec<OwnedFd> = [Some(pid), holder]
-        .into_iter()
-        .flatten()
-        .filter_map(process)
-        .collect();
+    let worker = Ending::of(pid);
+    let holder = info.holder.and_then(|holder| Ending::of(holder.pid));
     client.stop(force)?;
-    if !processes.is_empty() {
-        return wait_gone(root, pid, &processes);
+    let stays = || StopError::Stays {
+        root: root.display().to_string(),
+        pid,
+    };
+    if worker.is_some() || holder.is_some() {
+        if let Some(worker) = &worker
+            && !worker.wait(Instant::now() + GONE)
+        {
+            return Err(stays());
+        }
+        return holder.map_or(Ok(()), |holder| wait_holder(root, &holder, force));
     }
     // In another pid namespace its number says nothing, and its socket has to do.
     let begun = Instant::now();
@@ -254,23 +328,37 @@ fn end(client: &Client, root: &Path, force: bool) -> Result<(), StopError> {
         }
         std::thread::sleep(Duration::from_millis(50));
     }
-    Err(StopError::Stays {
-        root: root.display().to_string(),
-        pid,
-    })
+    Err(stays())
 }
 
 /// Ends a daemon that does not answer, by its holder. `false` if there is none.
-fn end_holder(root: &Path) -> anyhow::Result<bool> {
-    let holder = match ask(root, &Question::Status, None) {
-        Ok(Reply::Standing { holder, .. }) => holder,
+fn end_holder(root: &Path, force: bool) -> anyhow::Result<bool> {
+    let unasked = "the daemon does not answer, and its holder cannot be asked";
+    let (holder, worker) = match ask(root, &Question::Status, None, ANSWER) {
+        Ok(Reply::Standing { holder, worker, .. }) => (holder, worker),
         Ok(other) => bail!("the holder gave no answer to this: {other:?}"),
         Err(e) if is_absent(&e) => return Ok(false),
-        Err(e) => return Err(e).context("the daemon's holder cannot be asked"),
+        Err(e) => return Err(e).context(unasked),
     };
-    let processes: Vec<OwnedFd> = process(holder.pid).into_iter().collect();
-    ask(root, &Question::Stop, None).context("the daemon's holder cannot be asked")?;
-    wait_gone(root, holder.pid, &processes)?;
+    let worker = worker.and_then(|worker| Ending::of(worker.pid));
+    let process = Ending::of(holder.pid);
+    ask(root, &Question::Stop, None, ANSWER).context(unasked)?;
+    let Some(process) = process else {
+        return Ok(true);
+    };
+    // It ends after the worker, which may be another one by then.
+    let end = Instant::now() + GONE;
+    if !process.wait(end) {
+        let alive = worker.filter(|worker| !worker.wait(Instant::now()));
+        if let Some(worker) = alive {
+            return Err(StopError::Stays {
+                root: root.display().to_string(),
+                pid: worker.pid,
+            }
+            .into());
+        }
+        wait_holder(root, &process, force)?;
+    }
     Ok(true)
 }
 

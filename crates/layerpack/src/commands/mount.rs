@@ -9,7 +9,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context as _, anyhow, bail};
+use anyhow::{Context as _, bail};
 use layerpack_layerfs::{LeaseSpec, PrefetchSpec};
 use layerpack_sys::mount::{self, OverlaySpec};
 use serde::Serialize;
@@ -20,10 +20,14 @@ use crate::args::MountArgs;
 use crate::client::Client;
 use crate::context::Context;
 use crate::depth;
+use crate::known;
 use crate::launch::release;
 use crate::mounts::Place;
 use crate::output::print;
 use crate::stack::{self, StackLayer};
+
+/// Dead mounts on one directory that are taken away, one after the other.
+const MOST_DEAD: u32 = 16;
 
 #[derive(Debug, Serialize)]
 pub(super) struct Mounted {
@@ -58,13 +62,9 @@ impl Mounted {
 pub(super) fn run(context: &Context, args: MountArgs) -> Outcome {
     let (references, dir) = split(args.refs_and_dir)?;
     let store = context.store()?;
-    let layers = stack::resolve(&store, &references)?;
+    let layers = known::resolve(context, &store, &references)?;
     let prefetch = args.prefetch.spec(context, &store, &layers)?;
-    let directory =
-        fs_err::canonicalize(&dir).context("the mount point must exist (create it with mkdir)")?;
-    if !directory.is_dir() {
-        return Err(anyhow!("the mount point {} is not a directory", directory.display()).into());
-    }
+    let directory = mount_point(&dir)?;
     outside_of_root(context.root(), &directory)?;
     let client = context.daemon("mounting layers")?;
     let claim = Claim::new(context, &client, &directory, &layers, args.rw)?;
@@ -75,6 +75,43 @@ pub(super) fn run(context: &Context, args: MountArgs) -> Outcome {
     let mounted = Mounted::new(directory, layers, args.rw);
     print(context.format, &mounted, |_| Ok(()))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// The directory to mount on, without symbolic links. What a `mount --fuse` left on it whose server
+/// died is taken away.
+pub(super) fn mount_point(dir: &Path) -> anyhow::Result<PathBuf> {
+    for _ in 0..MOST_DEAD {
+        if !is_dead(dir) {
+            break;
+        }
+        let place = super::umount::resolve(dir)?;
+        if !super::umount::is_tree(&place)? {
+            bail!(
+                "a FUSE mount whose server is gone lies on {}: take it away first (`fusermount3 -u` or umount(8))",
+                place.display()
+            );
+        }
+        layerpack_layerfs::whole::unmount(&place, true).with_context(|| {
+            format!(
+                "a `mount --fuse` whose server is gone lies on {}: `layerpack umount` it first",
+                place.display()
+            )
+        })?;
+    }
+    let directory =
+        fs_err::canonicalize(dir).context("the mount point must exist (create it with mkdir)")?;
+    if !directory.is_dir() {
+        bail!("the mount point {} is not a directory", directory.display());
+    }
+    Ok(directory)
+}
+
+/// Whether a FUSE mount lies there that nobody serves any more. The server is asked: what the kernel
+/// has cached does not tell.
+fn is_dead(dir: &Path) -> bool {
+    use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
+    let asked = statx(CWD, dir, AtFlags::STATX_FORCE_SYNC, StatxFlags::BASIC_STATS);
+    matches!(asked, Err(rustix::io::Errno::NOTCONN))
 }
 
 /// Refuses a mount point that is part of the node's own state, or that would hide it.
@@ -176,6 +213,7 @@ impl<'a> Claim<'a> {
                 pid: None,
             },
             prefetch,
+            manifests: stack::manifests(layers),
         };
         let reply = self.client.stack_up(&request)?;
         super::build::warn(context, &reply.warnings);

@@ -11,12 +11,12 @@ use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, bail};
 use layerpack_layerfs::whole::{Whole, WholeConfig, unmount};
-use layerpack_store::{Digest, LayerStore, Manifest};
+use layerpack_store::{Digest, LayerStore, Manifest, at_once};
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::Outcome;
-use super::mount::{Mounted, split};
-use crate::args::{MountArgs, PrefetchArg};
+use super::mount::{Mounted, mount_point, split};
+use crate::args::MountArgs;
 use crate::context::Context;
 use crate::output::{Format, print};
 use crate::policy::{self, Policy};
@@ -34,12 +34,6 @@ const MAX_LOG: u64 = 1 << 20;
 const END_LIMIT: Duration = Duration::from_secs(10);
 
 pub(super) fn run(context: &Context, args: MountArgs) -> Outcome {
-    if args.prefetch.prefetch == PrefetchArg::All || args.prefetch.profile.is_some() {
-        return Err(anyhow!(
-            "--fuse fetches nothing ahead: leave --profile and --prefetch all out, or mount without --fuse"
-        )
-        .into());
-    }
     if args.fuse.foreground {
         return serve(context, args);
     }
@@ -61,6 +55,13 @@ fn start(context: &Context, args: MountArgs) -> Outcome {
         .args((context.format == Format::Json).then_some("--output=json"))
         .args(["mount", "--fuse", "--foreground", "--detached"])
         .args(args.fuse.allow_other.then_some("--allow-other"))
+        .arg("--prefetch")
+        .arg(args.prefetch.prefetch.name())
+        .args(
+            args.prefetch
+                .profile
+                .map(|name| format!("--profile={name}")),
+        )
         .arg("--")
         .args(args.refs_and_dir)
         .stdin(Stdio::null())
@@ -100,11 +101,10 @@ fn signed(
     let Some(policy) = Policy::load(&path)? else {
         return Ok(Vec::new());
     };
-    let mut warnings = Vec::new();
-    for layer in layers {
-        warnings.extend(policy.check(store, &layer.digest)?);
-    }
-    Ok(warnings)
+    let warnings = at_once(layers, policy::CHECKS, |layer| {
+        policy.check(store, &layer.digest, Some(&layer.manifest))
+    })?;
+    Ok(warnings.into_iter().flatten().collect())
 }
 
 fn serve(context: &Context, args: MountArgs) -> Outcome {
@@ -122,14 +122,11 @@ fn serve(context: &Context, args: MountArgs) -> Outcome {
     let cache = cache.join(CACHE);
     let store = context.store()?;
     let layers = stack::resolve(&store, &references)?;
+    let prefetch = args.prefetch.spec(context, &store, &layers)?;
     for warning in signed(context, &store, &layers)? {
         crate::output::warning(&warning);
     }
-    let directory =
-        fs_err::canonicalize(&dir).context("the mount point must exist (create it with mkdir)")?;
-    if !directory.is_dir() {
-        return Err(anyhow!("the mount point {} is not a directory", directory.display()).into());
-    }
+    let directory = mount_point(&dir)?;
     if super::umount::is_tree(&directory)? {
         return Err(anyhow!(
             "a tree is mounted on {} already: `layerpack umount` it first",
@@ -140,7 +137,10 @@ fn serve(context: &Context, args: MountArgs) -> Outcome {
     let settings = Settings::load(Given::default())?;
     let mut config = WholeConfig::recommended(cache.clone());
     config.fetch.cache_max = settings.cache_max;
+    settings.node.reads.apply(&mut config.fetch);
     config.allow_other = args.fuse.allow_other;
+    config.prefetch = prefetch;
+    config.fill_bytes_per_second = settings.fill_rate;
     config.open_store = std::sync::Arc::new(|url| {
         let store =
             stores::open_store(url, None).map_err(|e| layerpack_store::StoreError::InvalidUrl {

@@ -11,7 +11,7 @@ use layerpack_store::LayerId;
 use serde::Serialize;
 
 use super::Outcome;
-use crate::api::{Status, TraceRequest};
+use crate::api::{Status, TraceBegun, TraceRequest};
 use crate::args::TraceArgs;
 use crate::client::{Client, ClientError};
 use crate::context::{Context, require_root};
@@ -90,10 +90,10 @@ pub(super) fn run(context: &Context, args: &TraceArgs) -> Outcome {
     let client = Client::new(context.root())?;
     let status = client.status()?;
     let lease = lease_of(context, &status, &args.target)?;
-    let begun = client.trace_begin(&TraceRequest {
+    let mut begun = client.trace_begin(&TraceRequest {
         lease: lease.clone(),
     })?;
-    let watched = watch(context, args, &client, &status, &lease, &begun);
+    let watched = watch(context, args, &client, &status, &lease, &mut begun);
     // The daemon may be gone, and the trace with it.
     let ended = client.trace_end(begun.trace);
     watched?;
@@ -109,8 +109,12 @@ fn watch(
     client: &Client,
     status: &Status,
     lease: &str,
-    begun: &crate::api::TraceBegun,
+    begun: &mut TraceBegun,
 ) -> anyhow::Result<()> {
+    let started = Instant::now();
+    // When the trace began that is asked, on the clock of this one.
+    let mut base = 0_u64;
+    let mut served_by = status.daemon.pid;
     let layers = begun
         .layers
         .iter()
@@ -130,10 +134,35 @@ fn watch(
             Ok(batch) => batch,
             // It was unmounted, and the daemon stopped.
             Err(ClientError::NotRunning { .. }) => return Ok(()),
+            // A trace ends with its process; the mount goes on with the next one.
+            Err(ClientError::Refused { status: 404, .. }) => {
+                base = u64::try_from(started.elapsed().as_micros()).unwrap_or(u64::MAX);
+                match again(client, lease, begun)? {
+                    Some(next) => *begun = next,
+                    None => return Ok(()),
+                }
+                let process = client.info()?.pid;
+                if !context.quiet {
+                    let why = match process == served_by {
+                        true => "the daemon gave the trace up, since nobody asked",
+                        false => "the daemon was restarted",
+                    };
+                    note(&format!(
+                        "{why}: watching goes on, reads in between are not shown"
+                    ));
+                }
+                served_by = process;
+                continue;
+            }
             Err(error) => return Err(error.into()),
         };
+        let idle = batch.events.is_empty();
         let mut out = io::stdout().lock();
-        for event in &batch.events {
+        for event in batch.events {
+            let event = &TraceEvent {
+                time_us: event.time_us.saturating_add(base),
+                ..event
+            };
             let known = usize::try_from(event.layer)
                 .ok()
                 .and_then(|at| layers.get(at));
@@ -157,7 +186,7 @@ fn watch(
         if end.is_some_and(|end| Instant::now() >= end) {
             return Ok(());
         }
-        if batch.events.is_empty() && looked.elapsed() > Duration::from_secs(2) {
+        if idle && looked.elapsed() > Duration::from_secs(2) {
             looked = Instant::now();
             let leases = client.status()?.leases;
             if !leases.iter().any(|known| known.spec.id == lease) {
@@ -165,6 +194,32 @@ fn watch(
             }
         }
     }
+}
+
+/// Begins anew in the process that serves now. `None` if it holds no such lease.
+///
+/// # Errors
+/// When it cannot, or the lease has other layers by now.
+fn again(client: &Client, lease: &str, before: &TraceBegun) -> anyhow::Result<Option<TraceBegun>> {
+    let request = TraceRequest {
+        lease: lease.to_owned(),
+    };
+    let next = match client.trace_begin(&request) {
+        Ok(next) => next,
+        Err(ClientError::NotRunning { .. }) => return Ok(None),
+        Err(error) => {
+            let leases = client.status()?.leases;
+            if leases.iter().any(|known| known.spec.id == lease) {
+                return Err(error.into());
+            }
+            return Ok(None);
+        }
+    };
+    if next.layers != before.layers {
+        let _ = client.trace_end(next.trace);
+        bail!("other layers are mounted there by now: begin again");
+    }
+    Ok(Some(next))
 }
 
 fn json(

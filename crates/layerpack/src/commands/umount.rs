@@ -43,9 +43,16 @@ fn one(context: &Context, dir: &Path, lazy: bool) -> anyhow::Result<PathBuf> {
         })?;
         return Ok(directory);
     }
+    let mounted = match layerpack_sys::mount::is_mounted(&directory) {
+        // Of somebody else's FUSE, whose server is gone.
+        Err(error) if error.errno == rustix::io::Errno::NOTCONN => true,
+        answer => answer?,
+    };
+    if !mounted && !rustix::process::geteuid().is_root() {
+        bail!("nothing is mounted on {}", directory.display());
+    }
     require_root("unmounting")?;
     let place = Place::of(context.root(), &directory);
-    let mounted = layerpack_sys::mount::is_mounted(&directory)?;
     if place.record()?.is_none() {
         if mounted {
             bail!(
@@ -82,7 +89,7 @@ pub(super) fn is_tree(directory: &Path) -> anyhow::Result<bool> {
 
 /// The path without symbolic links. The last component is allowed to be unreadable, as the root
 /// of a mount without its server may be.
-fn resolve(dir: &Path) -> anyhow::Result<PathBuf> {
+pub(super) fn resolve(dir: &Path) -> anyhow::Result<PathBuf> {
     let error = match fs_err::canonicalize(dir) {
         Ok(path) => return Ok(path),
         Err(error) => error,

@@ -14,8 +14,8 @@ use axum::extract::rejection::JsonRejection;
 use axum::extract::{Path, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use layerpack_layerfs::{LayerfsError, Node};
-use layerpack_store::{Digest, LayerStore, StoreError};
+use layerpack_layerfs::{GivenManifests, LayerfsError, Node};
+use layerpack_store::{Digest, LayerStore, StoreError, at_once};
 use tokio::sync::Notify;
 
 use super::channels::Channels;
@@ -24,7 +24,7 @@ use crate::api;
 use crate::failure::one_line;
 use crate::holder::Worker;
 use crate::launch::sandboxes;
-use crate::policy::Policy;
+use crate::policy::{CHECKS, Policy};
 use crate::stores;
 
 /// Stores that are kept open; past that the daemon opens them anew for each request.
@@ -81,14 +81,24 @@ impl Server {
     }
 
     /// Holds the layers to the signature policy; warnings where it only warns.
-    fn check_policy(&self, store: &LayerStore, layers: &[Digest]) -> Result<Vec<String>, Refusal> {
+    fn check_policy(
+        &self,
+        store: &LayerStore,
+        layers: &[Digest],
+        given: &GivenManifests,
+    ) -> Result<Vec<String>, Refusal> {
         let refused = |error: anyhow::Error| Refusal::new(StatusCode::FORBIDDEN, error);
         let Some(policy) = Policy::load(&self.policy).map_err(refused)? else {
             return Ok(Vec::new());
         };
+        let checked = at_once(layers, CHECKS, |digest| {
+            policy
+                .check(store, digest, given.get(digest))
+                .map_err(refused)
+        })?;
         let mut warnings = Vec::new();
-        for digest in layers {
-            if let Some(warning) = policy.check(store, digest).map_err(refused)? {
+        for (digest, warning) in layers.iter().zip(checked) {
+            if let Some(warning) = warning {
                 tracing::warn!(layer = %digest, "{warning}");
                 warnings.push(warning);
             }
@@ -147,7 +157,9 @@ impl From<LayerfsError> for Refusal {
                 | StoreError::UnknownReference { .. }
                 | StoreError::NoStore { .. },
             ) => StatusCode::NOT_FOUND,
-            LayerfsError::NotCached { .. } | LayerfsError::Trace { .. } => StatusCode::NOT_FOUND,
+            LayerfsError::NotCached { .. }
+            | LayerfsError::Trace { .. }
+            | LayerfsError::UnknownLease { .. } => StatusCode::NOT_FOUND,
             LayerfsError::InvalidLease { .. } | LayerfsError::Stack { .. } => {
                 StatusCode::BAD_REQUEST
             }
@@ -215,8 +227,9 @@ pub(super) async fn stack_up(
             )));
         }
         let store = server.store(&request.store)?;
-        let warnings = server.check_policy(&store, &layers)?;
-        let stack = server.node.stack_up(&store, &layers, &lease)?;
+        let given = GivenManifests::of(&request.manifests);
+        let warnings = server.check_policy(&store, &layers, &given)?;
+        let stack = (server.node).stack_up_with(&store, &layers, &given, &lease)?;
         server.node.prefetch(&store, &lease.id, &request.prefetch)?;
         Ok(api::StackReply {
             lease: lease.id,
@@ -296,6 +309,22 @@ pub(super) async fn guard(
         guards::watch(root, &request.sandbox, request.pid, worker)
             .map_err(|error| Refusal::new(StatusCode::NOT_FOUND, error))?;
         Ok(api::Guarding { guarding: true })
+    })
+    .await
+}
+
+pub(super) async fn holder(State(server): State<Arc<Server>>) -> Reply<api::Holder> {
+    blocking(move || {
+        let Some(worker) = &server.worker else {
+            let message = "the daemon runs without a holder".to_owned();
+            return Err(Refusal::with(StatusCode::CONFLICT, message));
+        };
+        worker.replace_holder().map_err(|error| {
+            Refusal::new(
+                StatusCode::CONFLICT,
+                error.context("the holder stays as it is"),
+            )
+        })
     })
     .await
 }

@@ -6,6 +6,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use layerpack_layerfs::fetch::FetchConfig;
 use layerpack_layerfs::peers::PeersConfig;
 use layerpack_store::peer::{PeerSource, PeerToken};
 use serde::{Deserialize, Serialize};
@@ -108,6 +109,35 @@ pub(crate) struct NodeSettings {
     pub(crate) peers: Vec<PeerSource>,
     /// What they show to each other.
     pub(crate) peer_token: Option<PeerToken>,
+    /// How reads wait for a store.
+    pub(crate) reads: Reads,
+}
+
+/// How reads wait for a store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Reads {
+    /// At most so long; `None`: without end.
+    timeout: Option<Duration>,
+    /// Also for one that cannot be reached.
+    wait: bool,
+}
+
+impl Default for Reads {
+    fn default() -> Self {
+        let usual = FetchConfig::RECOMMENDED;
+        Self {
+            timeout: Some(usual.read_timeout),
+            wait: usual.wait_for_store,
+        }
+    }
+}
+
+impl Reads {
+    /// Puts them into limits of fetching.
+    pub(crate) fn apply(self, config: &mut FetchConfig) {
+        config.read_timeout = self.timeout.unwrap_or(FetchConfig::LONGEST);
+        config.wait_for_store = self.wait;
+    }
 }
 
 /// The file's words, in the table `[daemon]`.
@@ -118,6 +148,8 @@ pub(super) struct NodeTable {
     peer_listen: Option<String>,
     peers: Option<Vec<String>>,
     peer_token_file: Option<String>,
+    read_timeout: Option<String>,
+    wait_for_store: Option<bool>,
 }
 
 impl NodeSettings {
@@ -161,7 +193,26 @@ impl NodeSettings {
             "peer_token_file in the configuration file",
             table.peer_token_file,
         )?;
+        let timeout = pick(
+            given.read_timeout,
+            "LAYERPACK_READ_TIMEOUT",
+            variable("LAYERPACK_READ_TIMEOUT"),
+            "read_timeout in the configuration file",
+            table.read_timeout,
+        )?;
+        let wait = pick(
+            given.wait_for_store.then_some(Switch(true)),
+            "LAYERPACK_WAIT_FOR_STORE",
+            variable("LAYERPACK_WAIT_FOR_STORE"),
+            "wait_for_store in the configuration file",
+            table.wait_for_store.map(|on| on.to_string()),
+        )?;
+        let usual = Reads::default();
         Ok(Self {
+            reads: Reads {
+                timeout: timeout.map_or(usual.timeout, |window| window.0),
+                wait: wait.map_or(usual.wait, |on| on.0),
+            },
             peer_listen: listen.map(|address| address.0),
             peers: peers.map(|list| list.0).unwrap_or_default(),
             peer_token: token.map(|file| read_token(&file.0)).transpose()?,
@@ -173,6 +224,7 @@ impl NodeSettings {
     /// Puts them into a node's settings.
     pub(crate) fn apply(&self, config: &mut layerpack_layerfs::NodeConfig) {
         config.learn = self.learn;
+        self.reads.apply(&mut config.fetch);
         config.publish_profiles = self.publish_profiles;
         config.peers = PeersConfig {
             listen: self.peer_listen,
@@ -228,5 +280,46 @@ mod tests {
             "http://e:5"
         );
         assert!(load(&NodeArgs::default(), Some("https://c:3")).is_err());
+    }
+
+    #[test]
+    fn reads_wait_as_they_are_told() {
+        let load = |given: &NodeArgs, value: Option<&str>, table: NodeTable| {
+            let variable = |name: &str| match name {
+                "LAYERPACK_READ_TIMEOUT" => value.map(str::to_owned),
+                _ => None,
+            };
+            let settings = NodeSettings::from_parts(given, &variable, table)?;
+            let mut config = FetchConfig::RECOMMENDED;
+            settings.reads.apply(&mut config);
+            anyhow::Ok((config.read_timeout, config.wait_for_store))
+        };
+        let none = NodeArgs::default();
+        let table = || NodeTable {
+            read_timeout: Some("5m".to_owned()),
+            wait_for_store: Some(true),
+            ..NodeTable::default()
+        };
+        let usual = load(&none, None, NodeTable::default()).unwrap();
+        assert_eq!(usual, (Duration::from_secs(60), false));
+        let seconds = Duration::from_secs;
+        assert_eq!(load(&none, None, table()).unwrap(), (seconds(300), true));
+        assert_eq!(
+            load(&none, Some("7s"), table()).unwrap(),
+            (seconds(7), true)
+        );
+        let given = NodeArgs {
+            read_timeout: Some("none".parse().unwrap()),
+            ..NodeArgs::default()
+        };
+        let endless = (FetchConfig::LONGEST, false);
+        assert_eq!(
+            load(&given, Some("7s"), NodeTable::default()).unwrap(),
+            endless
+        );
+        assert!(load(&none, Some("soon"), table()).is_err());
+        // What an earlier version wrote down knows nothing of it.
+        let old: NodeSettings = serde_json::from_str("{\"peers\":[]}").unwrap();
+        assert_eq!(old.reads, Reads::default());
     }
 }
