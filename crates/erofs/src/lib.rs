@@ -30,7 +30,7 @@ pub use node::{Node, NodeRef};
 pub use reader::{DataExtent, Device, DirEntry, Extents, Image, Inode, Place, ReadDir, Superblock};
 pub use sparse::{SparsePlan, plan_sparse};
 pub use tree::{
-    BlockIndex, FileData, FileLayout, MAX_NAME, Metadata, NodeId, NodeKind, Rdev, Timestamp, Tree,
-    WalkEntry,
+    BlockIndex, FileData, FileLayout, MAX_NAME, Metadata, NodeId, NodeKind, Parked, Rdev,
+    Timestamp, Tree, WalkEntry,
 };
 pub use writer::{ImageInfo, WriteOptions, write_image};

@@ -68,7 +68,7 @@ const WHOLE: u32 = 1 << 31;
 
 /// An inode: a plain file, or the number of one that is kept whole.
 #[derive(Clone, Copy, Debug)]
-struct Slot {
+pub(crate) struct Slot {
     /// Number of an owner, or with [`WHOLE`] of a whole inode, and then nothing else counts.
     which: u32,
     nsec: u32,
@@ -77,6 +77,24 @@ struct Slot {
     start: Option<BlockIndex>,
 }
 const _: () = assert!(size_of::<Slot>() == 20);
+
+impl Slot {
+    pub(crate) fn numbers(&self) -> [u32; 5] {
+        // The block after the first, as it is kept; 0: none.
+        let start = self.start.map_or(0, BlockIndex::following);
+        [self.which, self.nsec, self.sec, self.size, start]
+    }
+
+    pub(crate) fn from_numbers([which, nsec, sec, size, start]: [u32; 5]) -> Self {
+        Self {
+            which,
+            nsec,
+            sec,
+            size,
+            start: BlockIndex::before(start),
+        }
+    }
+}
 
 /// All inodes of a tree, by [`crate::NodeId::index`].
 #[derive(Clone, Debug, Default)]
@@ -102,6 +120,23 @@ impl Nodes {
 
     pub(crate) fn len(&self) -> usize {
         self.slots.len()
+    }
+
+    pub(crate) fn slots(&self) -> &[Slot] {
+        &self.slots
+    }
+
+    /// The same without its slots. Of no use before [`Nodes::set_slots`].
+    pub(crate) fn without_slots(self) -> Self {
+        Self {
+            slots: Vec::new(),
+            ..self
+        }
+    }
+
+    /// Puts slots back.
+    pub(crate) fn set_slots(&mut self, slots: Vec<Slot>) {
+        self.slots = slots;
     }
 
     /// Adds an inode. The caller sees to it that there are no more than 2^32.

@@ -6,11 +6,15 @@
 //! in insertion order; whatever walks them sorts by name bytes first, so nothing observable
 //! depends on the order of insertion.
 
+mod park;
+
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::num::NonZeroU32;
 
 use hashbrown::HashTable;
+
+pub use park::Parked;
 
 use crate::error::{Error, Result};
 use crate::node::{Node, NodeRef, Nodes};
@@ -30,6 +34,16 @@ impl BlockIndex {
     /// Block `index`; `None` if the format cannot address it.
     pub fn new(index: u64) -> Option<Self> {
         let next = u32::try_from(index.checked_add(1)?).ok()?;
+        NonZeroU32::new(next).map(Self)
+    }
+
+    /// The block after this one.
+    pub(crate) fn following(self) -> u32 {
+        self.0.get()
+    }
+
+    /// The block before `next`; `None` before the first.
+    pub(crate) fn before(next: u32) -> Option<Self> {
         NonZeroU32::new(next).map(Self)
     }
 
@@ -194,6 +208,8 @@ pub struct Tree {
     /// Entries by directory and name; empty while the tree rests.
     table: HashTable<u32>,
     resting: bool,
+    /// Whether every directory got its entries in order of their names so far.
+    ascending: bool,
     hasher: RandomState,
     live: usize,
 }
@@ -224,6 +240,7 @@ impl Tree {
             names: Vec::new(),
             table: HashTable::new(),
             resting: false,
+            ascending: true,
             hasher: RandomState::new(),
             live: 1,
         }
@@ -252,7 +269,9 @@ impl Tree {
     }
 
     /// Gives back the memory that only changes and looking up names need. Both go on to work: a
-    /// change makes all of it anew, a look-up goes through its directory's entries.
+    /// change makes all of it anew, a look-up goes through its directory's entries. As long as every
+    /// directory got its entries in order of their names, one after all of its directory's is added
+    /// without.
     pub fn rest(&mut self) {
         self.table = HashTable::new();
         self.resting = true;
@@ -541,7 +560,12 @@ impl Tree {
 
     fn add_entry(&mut self, parent: NodeId, name: &[u8], node: NodeId) -> Result<()> {
         let len = check_name(name)?;
-        self.wake();
+        let head = self.nodes.first(parent.index());
+        let last = head == NIL || self.name_of(&self.entries[head as usize]) < name;
+        let append = self.ascending && last;
+        if !append {
+            self.wake();
+        }
         if !self.is_dir(parent) {
             return Err(Error::NotADirectory {
                 name: name.to_vec(),
@@ -552,7 +576,7 @@ impl Tree {
                 name: name.to_vec(),
             });
         }
-        if self.find(parent, name).is_some() {
+        if !append && self.find(parent, name).is_some() {
             return Err(Error::Exists {
                 name: name.to_vec(),
             });
@@ -561,7 +585,6 @@ impl Tree {
             what: "bytes of names",
             limit: 1 << 32,
         })?;
-        let head = self.nodes.first(parent.index());
         let entry = Entry {
             parent: parent.0,
             node: node.0,
@@ -592,7 +615,10 @@ impl Tree {
             self.entries[head as usize].prev = index;
         }
         self.nodes.get_mut(parent.index()).first = index;
-        self.put_in_table(index);
+        self.ascending &= last;
+        if !self.resting {
+            self.put_in_table(index);
+        }
         Ok(())
     }
 

@@ -49,6 +49,7 @@ pub(crate) type Outcome = Result<ExitCode, Failure>;
 
 /// Parses the command line, runs the command, reports its failure.
 pub(crate) fn main() -> ExitCode {
+    layerpack_sys::memory::return_large();
     let cli = Cli::parse();
     let format = cli.global.output;
     logging::start(

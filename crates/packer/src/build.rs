@@ -15,6 +15,7 @@ use crate::layout;
 use crate::merge;
 use crate::model::Layer;
 use crate::options::{BuildOptions, BuildReport, Progress, Source};
+use crate::park;
 use crate::path::{components, escapes};
 use crate::split::{self, Said, Split, SplitReport};
 use crate::tar::{self, Reader};
@@ -236,6 +237,8 @@ fn read(
         scratch: options.cache.clone(),
         ..WriterOptions::default()
     })?;
+    // Opening the index may have merged it.
+    layerpack_sys::memory::trim();
     match &options.source {
         Source::Dir(path) => {
             progress.phase("scan");
@@ -246,13 +249,25 @@ fn read(
             let mut source = DirSource::open(path, &view, filter, options.limits, progress)?;
             source.spilling(options.cache.as_deref());
             source.cached(cache_place(options, path), options.fresh);
-            source.scan(layer, start, defines_root)?;
-            if options.parents.is_empty() && git.is_none() {
-                // Nobody asks for names any more. What is read needs the memory.
+            // Nobody asks for names then, which come in order.
+            let alone = options.parents.is_empty() && git.is_none();
+            if alone && !filter.selects() {
                 layer.tree.rest();
+            }
+            source.scan(layer, start, defines_root)?;
+            let mut away = None;
+            if alone {
+                // What is read needs the memory.
+                layer.tree.rest();
+                away = park::away(&mut layer.tree, options.cache.as_deref());
             }
             progress.phase("read");
             source.store(layer, &mut writer, git)?;
+            if let Some(away) = away {
+                // No chunk comes any more. Finding them took memory too.
+                writer.close()?;
+                layer.tree = away.back()?;
+            }
         }
         Source::Tar(path) => {
             progress.phase("read");

@@ -7,15 +7,13 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 
-use hashbrown::HashTable;
 use layerpack_erofs::{
     BLOCK_SIZE, BlockIndex, FileData, FileLayout, NodeId, NodeKind, WriteOptions, plan_sparse,
     write_image,
 };
 use layerpack_store::chunker::Params;
 use layerpack_store::{
-    Blob, Counts, Digest, Draft, Extent, Hasher, LayerMap, MapBuilder, MetaWriter, Reference,
-    StoreError, map_blob,
+    Counts, Digest, Draft, Extent, Hasher, MapImage, MapWriter, MetaWriter, Reference, StoreError,
 };
 
 use crate::content::Content;
@@ -41,12 +39,15 @@ pub(crate) struct Finished {
 
 /// Gives all contents their addresses.
 fn place_files(layer: &mut Layer) -> Result<(Addresses, EntryCounts)> {
+    let mut addresses = Addresses {
+        next: 0,
+        map: MapWriter::new(layer.contents().scratch()),
+        repeats: layer.contents().repeats()?,
+        placed: HashMap::new(),
+        known: HashMap::new(),
+    };
     let (files, counts) = survey(layer);
     layer.mark_whiteouts();
-    let mut addresses = Addresses {
-        whole: HashTable::with_capacity(layer.contents().most_whole()),
-        ..Addresses::default()
-    };
     for small in [true, false] {
         for id in &files {
             let size = layer.size(*id);
@@ -59,6 +60,7 @@ fn place_files(layer: &mut Layer) -> Result<(Addresses, EntryCounts)> {
         }
     }
     layer.contents().check()?;
+    addresses.forget();
     Ok((addresses, counts))
 }
 
@@ -77,8 +79,7 @@ pub(crate) struct Standalone {
 /// Lays out `layer` as one image for use without us.
 pub(crate) fn standalone(mut layer: Layer) -> Result<Standalone> {
     let (addresses, counts) = place_files(&mut layer)?;
-    let extents: Vec<Extent> = addresses.extents(layer.contents()).collect();
-    layer.contents().check()?;
+    let extents = addresses.map.extents()?;
     let mut options = WriteOptions {
         data_blocks: addresses.next,
         data_follows: true,
@@ -115,23 +116,14 @@ pub(crate) fn standalone(mut layer: Layer) -> Result<Standalone> {
 
 /// Lays out `layer`, its metadata compressed at a zstd level. Its whiteouts must be settled.
 pub(crate) fn finish(mut layer: Layer, reference: Reference, level: i32) -> Result<Finished> {
-    let mut meta = MetaWriter::new(level);
+    let mut meta = MetaWriter::new(level).spilling(layer.contents().scratch());
     let Arranged {
         meta_bytes,
-        map: blob,
-        addresses,
-        implicit,
+        map,
         counts,
     } = arrange(&mut layer, &mut meta, true)?;
-    // The extents are made when the tree is gone: both are large.
-    let contents = layer.into_contents();
-    let map = addresses.map(contents, &implicit)?;
-    if map.blob() != blob {
-        return Err(PackError::Unsupported {
-            path: "the source".to_owned(),
-            why: "two passes over its contents disagree; this is a fault of layerpack".to_owned(),
-        });
-    }
+    drop(layer); // it is large
+    layerpack_sys::memory::trim();
     let mut draft = Draft::new(reference, meta.finish()?, map);
     draft.counts = Counts {
         files: counts.files,
@@ -162,37 +154,29 @@ pub(crate) fn image(layer: &mut Layer) -> Result<Vec<u8>> {
 /// A layer whose metadata image is written.
 struct Arranged {
     meta_bytes: u64,
-    /// Digest and size of the map, whose digest is in the image.
-    map: Blob,
-    addresses: Addresses,
-    /// Paths of implicit directories, sorted.
-    implicit: Vec<Vec<u8>>,
+    /// The map, whose digest is in the image.
+    map: MapImage,
     counts: EntryCounts,
 }
 
 /// Gives all contents their addresses and writes the metadata image. `last`: the layer is of no use
-/// afterwards but for [`Addresses::map`].
+/// afterwards.
 fn arrange(layer: &mut Layer, meta: &mut dyn io::Write, last: bool) -> Result<Arranged> {
     if last {
         layer.tree.rest();
     }
-    let (mut addresses, counts) = place_files(layer)?;
-    addresses.forget();
+    let (addresses, counts) = place_files(layer)?;
     if last {
-        layer.forget_files();
+        layer.forget_contents();
+        layerpack_sys::memory::trim();
     }
-    let mut implicit = layer.implicit_paths();
-    implicit.sort_unstable();
-    let map = map_blob(
-        addresses.next * BLOCK_SIZE,
-        addresses.count(),
-        || addresses.extents(layer.contents()),
-        &implicit,
-    );
-    layer.contents().check()?;
+    let data_blocks = addresses.next;
+    let map = addresses
+        .map
+        .finish(data_blocks * BLOCK_SIZE, layer.implicit_paths())?;
     let options = WriteOptions {
-        data_blocks: addresses.next,
-        device_tag: device_tag(&map.digest),
+        data_blocks,
+        device_tag: device_tag(&map.blob().digest),
         volume_name: VOLUME,
         // Neither name nor clock: the tree's own.
         ..WriteOptions::default()
@@ -201,8 +185,6 @@ fn arrange(layer: &mut Layer, meta: &mut dyn io::Write, last: bool) -> Result<Ar
     Ok(Arranged {
         meta_bytes: info.bytes,
         map,
-        addresses,
-        implicit,
         counts,
     })
 }
@@ -247,19 +229,18 @@ fn survey(layer: &Layer) -> (Vec<NodeId>, EntryCounts) {
 }
 
 /// Hands out the data address space.
-#[derive(Default)]
 struct Addresses {
     /// First block that is free.
     next: u64,
-    /// Files of one chunk without holes, most of all files: where they begin, and the numbers of
-    /// their contents. Rising.
-    placed: Vec<(BlockIndex, u32)>,
-    /// Indexes into `placed` by the digests of the chunks.
-    whole: HashTable<u32>,
-    /// The layouts of all others, by [`Content::identity`].
+    /// The extents so far.
+    map: MapWriter,
+    /// Numbers of the contents of one chunk that are there several times, each with one for all of
+    /// them: see [`Contents::repeats`].
+    repeats: HashMap<u32, u32>,
+    /// Where those are, by that number.
+    placed: HashMap<u32, BlockIndex>,
+    /// The layouts of all contents that are not one chunk, by [`Content::identity`].
     known: HashMap<Digest, FileLayout>,
-    /// The extents of all others, rising.
-    extents: Vec<Extent>,
 }
 
 impl Addresses {
@@ -271,6 +252,15 @@ impl Addresses {
         })
     }
 
+    fn add(&mut self, data_offset: u64, len: u32, digest: Digest) -> Result<()> {
+        let extent = Extent {
+            data_offset,
+            len,
+            digest,
+        };
+        Ok(self.map.push(&extent).map_err(StoreError::from)?)
+    }
+
     fn place_other(&mut self, content: &Content) -> Result<FileLayout> {
         let identity = content.identity();
         if let Some(layout) = self.known.get(&identity) {
@@ -280,11 +270,7 @@ impl Addresses {
         let base = start.byte_offset();
         let layout = if content.is_dense() {
             for piece in &content.pieces {
-                self.extents.push(Extent {
-                    data_offset: base + piece.offset,
-                    len: piece.len,
-                    digest: piece.digest,
-                });
+                self.add(base + piece.offset, piece.len, piece.digest)?;
             }
             let blocks = content.size.div_ceil(BLOCK_SIZE);
             BlockIndex::new(self.next + blocks - 1).ok_or_else(full)?;
@@ -299,11 +285,7 @@ impl Addresses {
             let plan = plan_sparse(content.size, &data);
             for piece in &content.pieces {
                 let offset = plan.address_of(piece.offset).ok_or_else(full)?;
-                self.extents.push(Extent {
-                    data_offset: base + offset,
-                    len: piece.len,
-                    digest: piece.digest,
-                });
+                self.add(base + offset, piece.len, piece.digest)?;
             }
             self.next += plan.blocks();
             plan.layout(start).ok_or_else(full)?
@@ -313,22 +295,18 @@ impl Addresses {
     }
 
     fn place_whole(&mut self, contents: &Contents, number: u32) -> Result<Option<FileLayout>> {
+        let shared = self.repeats.get(&number).copied();
+        if let Some(start) = shared.and_then(|shared| self.placed.get(&shared)) {
+            return Ok(Some(FileLayout::Contiguous { start: *start }));
+        }
         let Some((digest, len)) = contents.whole(number) else {
             return Ok(None); // the number is of these contents
         };
         let start = BlockIndex::new(self.next).ok_or_else(full)?;
-        let placed = &self.placed;
-        let at = |index: &u32| placed.get(usize::try_from(*index).unwrap_or(usize::MAX));
-        let digest_at = |index: &u32| Some(contents.whole(at(index)?.1)?.0);
-        let same = |index: &u32| digest_at(index) == Some(digest);
-        if let Some((start, _)) = self.whole.find(hash(&digest), same).and_then(at) {
-            return Ok(Some(FileLayout::Contiguous { start: *start }));
+        self.add(start.byte_offset(), len, digest)?;
+        if let Some(shared) = shared {
+            self.placed.insert(shared, start);
         }
-        let index = u32::try_from(placed.len()).map_err(|_| full())?;
-        self.whole.insert_unique(hash(&digest), index, |index| {
-            digest_at(index).map_or(0, |digest| hash(&digest))
-        });
-        self.placed.push((start, number));
         let blocks = u64::from(len).div_ceil(BLOCK_SIZE);
         BlockIndex::new(self.next + blocks - 1).ok_or_else(full)?;
         self.next += blocks;
@@ -337,50 +315,10 @@ impl Addresses {
 
     /// Forgets what only finds equal contents.
     fn forget(&mut self) {
-        self.whole = HashTable::new();
+        self.repeats = HashMap::new();
+        self.placed = HashMap::new();
         self.known = HashMap::new();
     }
-
-    /// Number of extents.
-    fn count(&self) -> usize {
-        self.placed.len() + self.extents.len()
-    }
-
-    /// The extents, rising.
-    fn extents<'a>(&'a self, contents: &'a Contents) -> impl Iterator<Item = Extent> + 'a {
-        let whole = self.placed.iter().filter_map(move |(start, number)| {
-            let (digest, len) = contents.whole(*number)?;
-            Some(Extent {
-                data_offset: start.byte_offset(),
-                len,
-                digest,
-            })
-        });
-        let (mut whole, mut others) = (whole.peekable(), self.extents.iter().copied().peekable());
-        std::iter::from_fn(move || match (whole.peek(), others.peek()) {
-            (Some(one), Some(other)) if one.data_offset < other.data_offset => whole.next(),
-            (Some(_), None) => whole.next(),
-            _ => others.next(),
-        })
-    }
-
-    fn map(self, contents: Contents, implicit: &[Vec<u8>]) -> Result<LayerMap> {
-        let mut extents = Vec::with_capacity(self.count());
-        extents.extend(self.extents(&contents));
-        contents.check()?;
-        drop(contents);
-        let mut map = MapBuilder::with_extents(self.next * BLOCK_SIZE, extents);
-        for path in implicit {
-            map.implicit(path);
-        }
-        map.build().map_err(|error| StoreError::from(error).into())
-    }
-}
-
-/// Digests are uniform: any of their bytes make a hash.
-fn hash(digest: &Digest) -> u64 {
-    let [a, b, c, d, e, f, g, h, ..] = *digest.as_bytes();
-    u64::from_le_bytes([a, b, c, d, e, f, g, h])
 }
 
 fn full() -> PackError {

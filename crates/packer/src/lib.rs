@@ -30,6 +30,7 @@ mod model;
 mod options;
 mod owner;
 mod pack_diff;
+mod park;
 mod path;
 mod scrub;
 mod split;

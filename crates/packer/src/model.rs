@@ -104,9 +104,9 @@ impl Layer {
         self.contents = Contents::spooled(scratch);
     }
 
-    /// Forgets which file has which content, when all have their addresses.
-    pub(crate) fn forget_files(&mut self) {
-        self.contents.forget_files();
+    /// Forgets all contents, when all have their addresses.
+    pub(crate) fn forget_contents(&mut self) {
+        self.contents = Contents::default();
     }
 
     /// Finds where the entry at `path` goes: resolves symbolic links of this layer on the way to
@@ -316,11 +316,6 @@ impl Layer {
     /// The contents of all files.
     pub(crate) fn contents(&self) -> &Contents {
         &self.contents
-    }
-
-    /// Nothing but the contents of all files.
-    pub(crate) fn into_contents(self) -> Contents {
-        self.contents
     }
 
     /// A file's content.

@@ -238,7 +238,7 @@ fn publish(
         Some(mut writer) => {
             if reframes {
                 // What was removed or scrubbed must not come along in the frames of what was not.
-                writer.reframe(&finished.draft.map)?;
+                writer.reframe(&finished.draft.map.load()?)?;
             }
             Some(writer.finish(finished.draft)?)
         }

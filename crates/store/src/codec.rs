@@ -232,6 +232,67 @@ pub(crate) fn digest_of_raw(stored: &[u8], limit: u64) -> Result<Digest, FormatE
     Ok(hasher.finish())
 }
 
+/// The digest of what an object of zstd frames decompresses to, which comes in pieces.
+pub(crate) struct RawDigest {
+    context: DCtx<'static>,
+    hasher: Hasher,
+    /// Raw bytes that may still come.
+    left: u64,
+    /// Whether a frame is under way.
+    within: bool,
+    block: Vec<u8>,
+}
+
+impl RawDigest {
+    /// Of an object of at most `limit` raw bytes.
+    pub(crate) fn new(limit: u64) -> Self {
+        Self {
+            context: new_decompressor(),
+            hasher: Hasher::new(),
+            left: limit,
+            within: true,
+            block: vec![0; DCtx::out_size()],
+        }
+    }
+
+    /// The next bytes as they are stored.
+    ///
+    /// # Errors
+    /// If they are no part of such an object.
+    pub(crate) fn push(&mut self, stored: &[u8]) -> Result<(), FormatError> {
+        let fail = |what: String| FormatError::new(NAME, what);
+        let mut input = InBuffer::around(stored);
+        loop {
+            let mut output = OutBuffer::around(self.block.as_mut_slice());
+            let hint = self
+                .context
+                .decompress_stream(&mut output, &mut input)
+                .map_err(|code| fail(text(code)))?;
+            let produced = output.as_slice();
+            self.left = (self.left)
+                .checked_sub(produced.len() as u64)
+                .ok_or_else(|| fail("it decompresses to more bytes than it has".to_owned()))?;
+            self.hasher.update(produced);
+            self.within = hint != 0;
+            // Asked once more after the end of a frame, it would begin another.
+            if input.pos == stored.len() && (hint == 0 || produced.is_empty()) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// The digest, and the raw bytes that did not come.
+    ///
+    /// # Errors
+    /// If the last frame has not ended.
+    pub(crate) fn finish(self) -> Result<(Digest, u64), FormatError> {
+        if self.within {
+            return Err(FormatError::new(NAME, "it is truncated"));
+        }
+        Ok((self.hasher.finish(), self.left))
+    }
+}
+
 /// Gives `sink` what zstd frames decompress to, at most `limit` bytes; their number.
 fn decompress_into(
     stored: &[u8],
@@ -262,5 +323,35 @@ fn decompress_into(
         if done && idle {
             return Err(fail("it is truncated".to_owned()));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_digest_of_pieces_is_that_of_the_whole() {
+        let mut raw: Vec<u8> = (0..600_000_u32).flat_map(u32::to_le_bytes).collect();
+        raw.extend(vec![7; 300_000]);
+        let (first, second) = raw.split_at(1_000_001);
+        let mut stored = Compressor::new(3).compress(first).unwrap();
+        stored.extend(Compressor::new(3).compress(second).unwrap());
+        let digest = |stored: &[u8], piece: usize, limit: u64| {
+            let mut digest = RawDigest::new(limit);
+            for bytes in stored.chunks(piece) {
+                digest.push(bytes)?;
+            }
+            digest.finish()
+        };
+        let len = raw.len() as u64;
+        for piece in [1000, 128 << 10, stored.len()] {
+            assert_eq!(digest(&stored, piece, len).unwrap(), (Digest::of(&raw), 0));
+        }
+        assert_eq!(digest(&stored, 999, len + 3).unwrap().1, 3);
+        assert!(digest(&stored, 1000, len - 1).is_err());
+        assert!(digest(&stored[..stored.len() - 1], 1000, len).is_err());
+        assert!(digest(b"no frame at all", 1000, len).is_err());
+        assert!(digest(b"", 1000, len).is_err());
     }
 }

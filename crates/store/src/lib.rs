@@ -29,6 +29,7 @@ pub mod query;
 mod reference;
 pub mod registry;
 mod signature;
+mod spill;
 mod spool;
 pub mod transfer;
 
@@ -43,7 +44,7 @@ pub use codec::Codec;
 pub use digest::{Digest, Hasher};
 pub use error::{FormatError, Result, StoreError};
 pub use format::locator::{FrameLoc, Locator, PackLoc};
-pub use format::map::{Extent, LayerMap, MapBuilder, map_blob};
+pub use format::map::{Extent, LayerMap, MapBuilder};
 pub use gc::{
     Amount, AuditReport, AuditedLayer, GcOptions, GcReport, Lease, LeaseKind, Lost, NodeLease,
     Orphan, PruneOptions, PruneReport, Reason, RepairReport, Waiting,
@@ -52,8 +53,9 @@ pub use index::{ChunkIndex, CompactOptions, CompactReport, IndexStats, compact_i
 pub use key::Key;
 pub use layer::{
     Damage, Delivery, Draft, FetchStats, FileChunks, FrameChunks, LayerStore, LayerWriter,
-    MetaImage, MetaWriter, Parts, PartsWanted, PublishOutcome, Published, ReadLimits, RefEntry,
-    Sealed, SeedMarker, Staged, StoredFrame, VerifyReport, WriteStats, WriterOptions, publish_all,
+    MapImage, MapWriter, MetaImage, MetaWriter, Parts, PartsWanted, PublishOutcome, Published,
+    ReadLimits, RefEntry, Sealed, SeedMarker, Staged, StoredFrame, VerifyReport, WriteStats,
+    WriterOptions, publish_all,
 };
 pub use manifest::{
     Blob, Counts, Features, LayerId, MAX_MANIFEST_BYTES, MAX_META_BYTES, Manifest, ParentRef,

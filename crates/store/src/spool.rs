@@ -158,6 +158,12 @@ impl<const N: usize> Spool<N> {
         file.write_all_at(new, offset(index, N))
     }
 
+    /// Leaves only so many bytes of the file.
+    #[cfg(test)]
+    pub(crate) fn cut(&self, len: u64) {
+        self.file.as_ref().unwrap().set_len(len).unwrap();
+    }
+
     /// Where its file is, for messages.
     #[must_use]
     pub fn place(&self) -> String {
@@ -178,7 +184,7 @@ fn record<const N: usize>(bytes: &[u8], number: usize) -> Option<[u8; N]> {
 }
 
 /// An unnamed file in a directory, which is made if it is not there.
-fn create(directory: &Path) -> io::Result<File> {
+pub(crate) fn create(directory: &Path) -> io::Result<File> {
     fs_err::create_dir_all(directory)?;
     tempfile::tempfile_in(directory)
 }

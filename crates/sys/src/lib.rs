@@ -14,6 +14,7 @@ pub mod error;
 pub mod fdpass;
 pub mod fusedev;
 pub mod loopdev;
+pub mod memory;
 pub mod mount;
 pub mod mountinfo;
 pub mod net;

@@ -16,6 +16,8 @@ use crate::{BLOCK_BITS, BLOCK_SIZE, MAX_CHUNK_BITS};
 
 const NONE: u32 = u32::MAX;
 const MAX_SYMLINK: usize = 4095;
+/// Different times that are counted one by one: files that were unpacked together have few.
+const FEW_TIMES: usize = 1 << 15;
 
 /// A directory of the plan.
 #[derive(Clone, Copy, Debug)]
@@ -263,14 +265,35 @@ impl<'t> Plan<'t> {
     }
 
     fn commonest_time(&self) -> Timestamp {
+        self.commonest_time_of(FEW_TIMES)
+    }
+
+    /// Counts up to `few` different times; of more it makes a list.
+    fn commonest_time_of(&self, few: usize) -> Timestamp {
+        let mut counts: HashMap<Timestamp, usize> = HashMap::new();
+        for time in self.times() {
+            *counts.entry(time).or_default() += 1;
+            if counts.len() > few {
+                drop(counts);
+                return self.commonest_of_many();
+            }
+        }
+        let counted = counts.into_iter().map(|(time, count)| (count, time));
+        first_commonest(counted)
+    }
+
+    /// The times of the inodes that are small if they have no time of their own.
+    fn times(&self) -> impl Iterator<Item = Timestamp> {
+        self.order.iter().filter_map(|id| {
+            let node = self.tree.node(*id);
+            self.fits_compact(*id, &node).then(|| node.metadata.mtime)
+        })
+    }
+
+    fn commonest_of_many(&self) -> Timestamp {
         // Those from 1970 to 2106 in eight bytes, which have the order of times.
         let (mut short, mut others) = (Vec::new(), Vec::new());
-        for id in &self.order {
-            let node = self.tree.node(*id);
-            if !self.fits_compact(*id, &node) {
-                continue;
-            }
-            let time = node.metadata.mtime;
+        for time in self.times() {
             match u32::try_from(time.sec) {
                 Ok(sec) => short.push(u64::from(sec) << 32 | u64::from(time.nsec)),
                 Err(_) => others.push(time),
@@ -282,9 +305,7 @@ impl<'t> Plan<'t> {
             (count, Timestamp { sec, nsec })
         };
         let found = [commonest(short).map(unpacked), commonest(others)];
-        let best = (found.into_iter().flatten())
-            .max_by_key(|(count, time)| (*count, std::cmp::Reverse(*time)));
-        best.map_or_else(Timestamp::default, |(_, time)| time)
+        first_commonest(found.into_iter().flatten())
     }
 
     /// Fixes the nid of every inode, in order, leaving no gap but alignment.
@@ -377,6 +398,12 @@ impl<'t> Plan<'t> {
     }
 }
 
+/// The time with the highest count, the least of several.
+fn first_commonest(counted: impl Iterator<Item = (usize, Timestamp)>) -> Timestamp {
+    let best = counted.max_by_key(|(count, time)| (*count, std::cmp::Reverse(*time)));
+    best.map_or_else(Timestamp::default, |(_, time)| time)
+}
+
 /// The commonest of some values, the least of several, and how often it is there.
 fn commonest<T: Ord + Copy>(mut values: Vec<T>) -> Option<(usize, T)> {
     values.sort_unstable();
@@ -457,6 +484,52 @@ fn check_file(data: &FileData, data_blocks: u64) -> Result<(), String> {
                 }
             }
             Ok(())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_commonest_time_is_found_either_way() {
+        let time = |sec: i64, nsec: u32| Timestamp { sec, nsec };
+        let cases: [(&[Timestamp], Timestamp); 4] = [
+            (&[], time(7, 0)),
+            (&[time(7, 0), time(9, 1), time(9, 1)], time(7, 0)),
+            (
+                &[time(9, 1), time(9, 1), time(9, 2), time(-5, 3)],
+                time(9, 1),
+            ),
+            (
+                &[
+                    time(-5, 3),
+                    time(-5, 3),
+                    time(-5, 3),
+                    time(9, 1),
+                    time(1 << 40, 0),
+                ],
+                time(-5, 3),
+            ),
+        ];
+        for (times, want) in cases {
+            let root = |mtime| Metadata {
+                mtime,
+                ..Metadata::default()
+            };
+            let mut tree = Tree::new(root(time(7, 0)));
+            for (i, mtime) in times.iter().enumerate() {
+                let kind = NodeKind::Fifo;
+                let name = i.to_string();
+                tree.insert(NodeId::ROOT, name.as_bytes(), root(*mtime), kind)
+                    .unwrap();
+            }
+            let plan = Plan::new(&tree, &WriteOptions::default()).unwrap();
+            assert_eq!(plan.epoch, want);
+            for few in 0..5 {
+                assert_eq!(plan.commonest_time_of(few), want, "{few}");
+            }
         }
     }
 }

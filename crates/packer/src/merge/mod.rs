@@ -110,7 +110,7 @@ pub fn merge(
         ..WriterOptions::default()
     })?;
     if options.reframe {
-        writer.reframe(&finished.draft.map)?;
+        writer.reframe(&finished.draft.map.load()?)?;
     }
     let made = writer
         .finish(finished.draft)

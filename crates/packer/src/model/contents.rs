@@ -1,10 +1,12 @@
 //! What the files of a layer hold. Most files are one chunk and nothing else, which takes 8 bytes
 //! here and 32 in a temporary file, if there is to be one, so that a million of them are no burden.
 
+use std::collections::HashMap;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
+use hashbrown::HashTable;
 use layerpack_erofs::NodeId;
 use layerpack_store::{Digest, Spool};
 
@@ -13,6 +15,9 @@ use crate::error::{PackError, Result};
 
 /// The top bit of a slot: its content is among the others.
 const OTHER: u32 = 1 << 31;
+
+/// Contents that are compared at a time, about: they take 5 to 11 bytes each meanwhile.
+const TOGETHER: usize = 1 << 18;
 
 /// Contents by [`NodeId::index`].
 #[derive(Debug, Default)]
@@ -23,6 +28,8 @@ pub(crate) struct Contents {
     lens: Vec<u32>,
     digests: Spool<{ Digest::LEN }>,
     others: Vec<Content>,
+    /// Where temporary files are to be.
+    scratch: Option<PathBuf>,
     /// Why a digest could not be read. What was not there for that reason is missing in whatever
     /// was made of it: see [`Contents::check`].
     failed: Mutex<Option<io::Error>>,
@@ -37,6 +44,18 @@ pub(crate) enum Held<'a> {
     Other(&'a Content),
 }
 
+/// Digests are uniform: any of their bytes make a hash.
+fn hash(digest: &Digest) -> u64 {
+    let [a, b, c, d, e, f, g, h, ..] = *digest.as_bytes();
+    u64::from_le_bytes([a, b, c, d, e, f, g, h])
+}
+
+/// By what digests are looked at part by part: none of the bytes of [`hash`].
+fn part_of(digest: &Digest) -> u16 {
+    let [.., a, b] = *digest.as_bytes();
+    u16::from_le_bytes([a, b])
+}
+
 fn index(number: u32) -> Option<usize> {
     usize::try_from(number.checked_sub(1)?).ok()
 }
@@ -47,6 +66,7 @@ impl Contents {
     pub(crate) fn spooled(scratch: Option<&Path>) -> Self {
         Self {
             digests: Spool::new(scratch),
+            scratch: scratch.map(Path::to_owned),
             ..Self::default()
         }
     }
@@ -63,14 +83,48 @@ impl Contents {
         }
     }
 
-    /// Forgets which file has which content; [`Contents::whole`] goes on to work.
-    pub(crate) fn forget_files(&mut self) {
-        self.slots = Vec::new();
+    /// Where temporary files are to be that have to do with these files, if anywhere.
+    pub(crate) fn scratch(&self) -> Option<&Path> {
+        self.scratch.as_deref()
     }
 
-    /// How many files of one chunk without holes there are at most.
-    pub(crate) fn most_whole(&self) -> usize {
-        self.lens.len()
+    /// The numbers of those contents of one chunk that are there more than once, each with the
+    /// least of those that are equal to it. Digests are looked through several times if there are
+    /// many, so that only some of them have to be found at a time.
+    pub(crate) fn repeats(&self) -> Result<HashMap<u32, u32>> {
+        self.repeats_among(TOGETHER)
+    }
+
+    fn repeats_among(&self, together: usize) -> Result<HashMap<u32, u32>> {
+        let mut repeats = HashMap::new();
+        let parts = self.lens.len().div_ceil(together).max(1);
+        for part in 0..parts {
+            let most = self.lens.len() / parts;
+            let mut table: HashTable<u32> = HashTable::with_capacity(most + most / 16);
+            for (number, _) in (0_u32..).zip(&self.lens) {
+                let Some((digest, _)) = self.whole(number) else {
+                    break; // told below
+                };
+                if usize::from(part_of(&digest)) % parts != part {
+                    continue;
+                }
+                let hash_of = |other: &u32| self.whole(*other).map(|(digest, _)| hash(&digest));
+                let same = |other: &u32| self.whole(*other).is_some_and(|(d, _)| d == digest);
+                match table.find(hash(&digest), same) {
+                    Some(first) => {
+                        repeats.insert(*first, *first);
+                        repeats.insert(number, *first);
+                    }
+                    None => {
+                        table.insert_unique(hash(&digest), number, |other| {
+                            hash_of(other).unwrap_or_default()
+                        });
+                    }
+                }
+            }
+        }
+        self.check()?;
+        Ok(repeats)
     }
 
     /// Where a file's content is kept.
@@ -216,6 +270,35 @@ mod tests {
     }
 
     #[test]
+    fn what_is_there_more_than_once_is_found() {
+        let mut tree = Tree::new(Metadata::default());
+        let mut contents = Contents::default();
+        assert!(contents.repeats().unwrap().is_empty());
+        for i in 0..3000_u32 {
+            let kind = NodeKind::File(FileData::empty());
+            let name = i.to_string();
+            let id = tree.insert(NodeId::ROOT, name.as_bytes(), Metadata::default(), kind);
+            // The first thousand are all different, the others are each one of a hundred.
+            let what = if i < 1000 { i } else { 5000 + i % 100 };
+            let piece = piece(what.into(), 10);
+            let piece = Piece { offset: 0, ..piece };
+            let content = Content {
+                size: 10,
+                pieces: vec![piece].into(),
+            };
+            contents.set(id.unwrap(), content).unwrap();
+        }
+        let whole = contents.repeats().unwrap();
+        assert_eq!(whole.len(), 2000);
+        for (number, first) in &whole {
+            assert_eq!(*first, 1000 + number % 100);
+        }
+        for together in [1, 13, 1000, 2999] {
+            assert_eq!(contents.repeats_among(together).unwrap(), whole);
+        }
+    }
+
+    #[test]
     fn contents_of_many_files_lie_in_a_file() {
         let dir = tempfile::tempdir().unwrap();
         let mut tree = Tree::new(Metadata::default());
@@ -245,6 +328,7 @@ mod tests {
             assert_eq!(contents.size(*id), u64::from(i) + 1);
         }
         contents.check().unwrap();
+        assert!(contents.repeats_among(7000).unwrap().is_empty());
         // What cannot be read is told, once.
         assert_eq!(contents.whole(49_999).unwrap().1, 50_000);
         *contents.failed.lock().unwrap() = Some(io::ErrorKind::StorageFull.into());

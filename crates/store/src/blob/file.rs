@@ -426,11 +426,7 @@ impl BlobStore for FileStore {
 
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<PutOutcome> {
         // Saves writing what is there; the name may still have to be made durable.
-        if mode == PutMode::IfAbsent && self.size(key)?.is_some() {
-            let path = self.path(key);
-            self.disk
-                .sync_dir(path.parent().unwrap_or(&self.root))
-                .map_err(|e| self.fail("write", key.as_str(), e))?;
+        if mode == PutMode::IfAbsent && self.settle(key, u64::MAX)? {
             return Ok(PutOutcome::Exists);
         }
         let mut temporary = self
@@ -440,6 +436,17 @@ impl BlobStore for FileStore {
             .write(&mut temporary.file, bytes)
             .and_then(|()| self.publish(&temporary, key, mode))
             .map_err(|e| self.fail("write", key.as_str(), e))
+    }
+
+    fn settle(&self, key: &Key, _: u64) -> Result<bool> {
+        if self.size(key)?.is_none() {
+            return Ok(false);
+        }
+        let path = self.path(key);
+        self.disk
+            .sync_dir(path.parent().unwrap_or(&self.root))
+            .map_err(|e| self.fail("write", key.as_str(), e))?;
+        Ok(true)
     }
 
     fn put_stream(&self) -> Result<Box<dyn BlobWriter + '_>> {

@@ -97,6 +97,18 @@ pub trait BlobStore: Send + Sync + fmt::Debug {
     /// [`NoSpace`](crate::StoreError::NoSpace) if the store is full.
     fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> Result<PutOutcome>;
 
+    /// Makes an object of at most `max_len` bytes durable that is there: its writer may not have come
+    /// so far. `false`: it is not there.
+    ///
+    /// # Errors
+    /// As [`BlobStore::get`] and [`BlobStore::put`].
+    fn settle(&self, key: &Key, max_len: u64) -> Result<bool> {
+        match self.get(key, max_len)? {
+            Some(bytes) => self.put(key, &bytes, PutMode::IfAbsent).map(|_| true),
+            None => Ok(false),
+        }
+    }
+
     /// Begins an object whose bytes and key come later.
     ///
     /// # Errors

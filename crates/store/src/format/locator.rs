@@ -83,6 +83,8 @@ const EXTENTS: Table = Table {
     record: 8,
     planes: 8,
 };
+// They are split by planes alone.
+const _: () = assert!(EXTENTS.record == EXTENTS.planes);
 
 /// A pack that a locator uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -136,62 +138,26 @@ impl Locator {
         frames: Vec<FrameLoc>,
         extents: Vec<(u32, u32)>,
     ) -> Result<Self, FormatError> {
-        let fail = |what: String| Err(FormatError::new(NAME, what));
-        if extents.len() != map.extents().len() {
-            return fail(format!(
-                "it has {} extents, its map has {}",
-                extents.len(),
-                map.extents().len()
-            ));
-        }
-        if u32::try_from(extents.len()).is_err() {
-            return fail(format!(
-                "it has {} extents, more than 2^32-1",
-                extents.len()
-            ));
-        }
-        for (i, pack) in packs.iter().enumerate() {
-            if pack.size > MAX_PACK_LEN {
-                return fail(format!(
-                    "pack {i} has {} bytes, at most {MAX_PACK_LEN} are allowed",
-                    pack.size
-                ));
-            }
-        }
-        for (i, frame) in frames.iter().enumerate() {
-            let Some(pack) = usize::try_from(frame.pack).ok().and_then(|p| packs.get(p)) else {
-                return fail(format!(
-                    "frame {i} is in pack {} of {}",
-                    frame.pack,
-                    packs.len()
-                ));
-            };
-            check_frame(i, frame, pack.size)?;
-        }
-        let mut starts = vec![0_u32; frames.len() + 1];
-        for (i, (&(frame, offset), extent)) in extents.iter().zip(map.extents()).enumerate() {
-            let Some(location) = usize::try_from(frame).ok().and_then(|f| frames.get(f)) else {
-                return fail(format!(
-                    "extent {i} is in frame {frame} of {}",
-                    frames.len()
-                ));
-            };
-            if offset
-                .checked_add(extent.len)
-                .is_none_or(|end| end > location.raw_len)
-            {
-                return fail(format!(
-                    "extent {i} goes beyond its frame's {} bytes",
-                    location.raw_len
-                ));
-            }
-            if let Some(count) = usize::try_from(frame)
-                .ok()
-                .and_then(|f| starts.get_mut(f + 1))
-            {
+        let tables = Tables {
+            map: map_digest,
+            packs,
+            frames,
+            extents,
+        };
+        tables.check(map.extents().len())?;
+        let mut starts = vec![0_u32; tables.frames.len() + 1];
+        for (i, extent) in map.extents().iter().enumerate() {
+            let frame = tables.check_extent(i, extent.len)?;
+            if let Some(count) = starts.get_mut(frame + 1) {
                 *count += 1;
             }
         }
+        let Tables {
+            packs,
+            frames,
+            extents,
+            ..
+        } = tables;
         let mut sum = 0;
         for start in &mut starts {
             sum += *start;
@@ -256,70 +222,7 @@ impl Locator {
     /// The locator's bytes, as [`Locator::parse`] reads them.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
-        let len = self.packs.len() * 40 + self.frames.len() * 56 + self.extents.len() * 8;
-        let mut body = Vec::with_capacity(size_of::<Header>() + len);
-        body.resize(size_of::<Header>(), 0); // its place
-        for p in &self.packs {
-            body.extend_from_slice(
-                WirePack {
-                    id: p.id,
-                    size: p.size.into(),
-                }
-                .as_bytes(),
-            );
-        }
-        let packs = body.len();
-        for f in &self.frames {
-            let wire = WireFrame {
-                pack: f.pack.into(),
-                codec: f.codec.to_wire().into(),
-                offset: f.offset.into(),
-                stored_len: f.stored_len.into(),
-                raw_len: f.raw_len.into(),
-                digest: f.digest,
-            };
-            body.extend_from_slice(wire.as_bytes());
-        }
-        let frames = body.len();
-        for &(frame, offset) in &self.extents {
-            body.extend_from_slice(
-                WireExtent {
-                    frame: frame.into(),
-                    offset: offset.into(),
-                }
-                .as_bytes(),
-            );
-        }
-        let mut features = 0;
-        if body.len() - packs >= WORTH_IT {
-            let mut tables = Vec::with_capacity(body.len() - packs);
-            planes::split(
-                FRAMES,
-                body.get(packs..frames).unwrap_or_default(),
-                &mut tables,
-            );
-            planes::split(EXTENTS, body.get(frames..).unwrap_or_default(), &mut tables);
-            if let Some(packed) = planes::compress(&tables) {
-                body.truncate(packs);
-                body.extend_from_slice(&packed);
-                features = COMPRESSED;
-            }
-        }
-        let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX); // indexes are u32: checked in `new`
-        let mut header = Header {
-            prelude: Prelude::new(MAGIC).with(features),
-            map: self.map,
-            extent_count: (self.extents.len() as u64).into(),
-            pack_count: count(self.packs.len()).into(),
-            frame_count: count(self.frames.len()).into(),
-            body_crc: crc32c::crc32c(body.get(size_of::<Header>()..).unwrap_or_default()).into(),
-            crc: U32::new(0),
-        };
-        header.crc = header_crc(&header).into();
-        if let Some(place) = body.get_mut(..size_of::<Header>()) {
-            place.copy_from_slice(header.as_bytes());
-        }
-        body
+        to_bytes(&self.map, &self.packs, &self.frames, &self.extents)
     }
 
     /// Digest of the map that this locator is for.
@@ -369,6 +272,169 @@ impl Locator {
     pub fn stored_bytes(&self) -> u64 {
         self.frames.iter().map(|f| u64::from(f.stored_len)).sum()
     }
+}
+
+/// What a locator says, without what helps to read by it: to be written, or to be checked.
+#[derive(Debug)]
+pub(crate) struct Tables {
+    pub(crate) map: Digest,
+    pub(crate) packs: Vec<PackLoc>,
+    pub(crate) frames: Vec<FrameLoc>,
+    /// Per extent of the map: frame and offset in it.
+    pub(crate) extents: Vec<(u32, u32)>,
+}
+
+impl Tables {
+    /// Parses a locator's bytes. Only the counts are checked, against a map of `extents` extents.
+    pub(crate) fn parse(
+        bytes: &[u8],
+        map_digest: &Digest,
+        extents: usize,
+    ) -> Result<Self, FormatError> {
+        let (places, extents) = Places::split(bytes, map_digest, Some(extents as u64))?;
+        Ok(Self {
+            map: *map_digest,
+            packs: places.packs,
+            frames: places.frames,
+            extents,
+        })
+    }
+
+    /// Checks all but the extents, of which the map has `most`.
+    pub(crate) fn check(&self, most: usize) -> Result<(), FormatError> {
+        let fail = |what: String| Err(FormatError::new(NAME, what));
+        let count = self.extents.len();
+        if count != most {
+            return fail(format!("it has {count} extents, its map has {most}"));
+        }
+        if u32::try_from(count).is_err() {
+            return fail(format!("it has {count} extents, more than 2^32-1"));
+        }
+        for (i, pack) in self.packs.iter().enumerate() {
+            if pack.size > MAX_PACK_LEN {
+                return fail(format!(
+                    "pack {i} has {} bytes, at most {MAX_PACK_LEN} are allowed",
+                    pack.size
+                ));
+            }
+        }
+        for (i, frame) in self.frames.iter().enumerate() {
+            let pack = usize::try_from(frame.pack).ok();
+            let Some(pack) = pack.and_then(|p| self.packs.get(p)) else {
+                return fail(format!(
+                    "frame {i} is in pack {} of {}",
+                    frame.pack,
+                    self.packs.len()
+                ));
+            };
+            check_frame(i, frame, pack.size)?;
+        }
+        Ok(())
+    }
+
+    /// Checks the extent with this number, which has `len` bytes; the index of its frame.
+    pub(crate) fn check_extent(&self, i: usize, len: u32) -> Result<usize, FormatError> {
+        let fail = |what: String| Err(FormatError::new(NAME, what));
+        let Some(&(frame, offset)) = self.extents.get(i) else {
+            return fail(format!("it has no extent {i}"));
+        };
+        let index = usize::try_from(frame).unwrap_or(usize::MAX);
+        let Some(location) = self.frames.get(index) else {
+            return fail(format!(
+                "extent {i} is in frame {frame} of {}",
+                self.frames.len()
+            ));
+        };
+        if offset
+            .checked_add(len)
+            .is_none_or(|end| end > location.raw_len)
+        {
+            return fail(format!(
+                "extent {i} goes beyond its frame's {} bytes",
+                location.raw_len
+            ));
+        }
+        Ok(index)
+    }
+
+    /// The locator's bytes.
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        to_bytes(&self.map, &self.packs, &self.frames, &self.extents)
+    }
+}
+
+/// A locator's bytes. Of a million extents it takes 8 MB and what the bytes are.
+fn to_bytes(
+    map: &Digest,
+    packs: &[PackLoc],
+    frames: &[FrameLoc],
+    extents: &[(u32, u32)],
+) -> Vec<u8> {
+    let mut body = Vec::with_capacity(size_of::<Header>() + packs.len() * 40);
+    body.resize(size_of::<Header>(), 0); // its place
+    for p in packs {
+        let wire = WirePack {
+            id: p.id,
+            size: p.size.into(),
+        };
+        body.extend_from_slice(wire.as_bytes());
+    }
+    let mut wires = Vec::with_capacity(frames.len() * FRAMES.record);
+    for f in frames {
+        let wire = WireFrame {
+            pack: f.pack.into(),
+            codec: f.codec.to_wire().into(),
+            offset: f.offset.into(),
+            stored_len: f.stored_len.into(),
+            raw_len: f.raw_len.into(),
+            digest: f.digest,
+        };
+        wires.extend_from_slice(wire.as_bytes());
+    }
+    let wire = |&(frame, offset): &(u32, u32)| WireExtent {
+        frame: frame.into(),
+        offset: offset.into(),
+    };
+    let len = wires.len() + extents.len() * EXTENTS.record;
+    let packed = (len >= WORTH_IT).then(|| {
+        let mut tables = Vec::with_capacity(len);
+        planes::split(FRAMES, &wires, &mut tables);
+        // As `planes::split` does, without all of the extents' bytes in memory.
+        for plane in 0..EXTENTS.planes {
+            let byte = |extent| wire(extent).as_bytes().get(plane).copied();
+            tables.extend(extents.iter().filter_map(byte));
+        }
+        planes::compress(&tables)
+    });
+    let features = match packed.flatten() {
+        Some(packed) => {
+            body.extend_from_slice(&packed);
+            COMPRESSED
+        }
+        None => {
+            body.reserve(len);
+            body.extend_from_slice(&wires);
+            for extent in extents {
+                body.extend_from_slice(wire(extent).as_bytes());
+            }
+            0
+        }
+    };
+    let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX); // indexes are u32: checked before
+    let mut header = Header {
+        prelude: Prelude::new(MAGIC).with(features),
+        map: *map,
+        extent_count: (extents.len() as u64).into(),
+        pack_count: count(packs.len()).into(),
+        frame_count: count(frames.len()).into(),
+        body_crc: crc32c::crc32c(body.get(size_of::<Header>()..).unwrap_or_default()).into(),
+        crc: U32::new(0),
+    };
+    header.crc = header_crc(&header).into();
+    if let Some(place) = body.get_mut(..size_of::<Header>()) {
+        place.copy_from_slice(header.as_bytes());
+    }
+    body
 }
 
 /// The packs and frames that a locator names, without its extents: enough to tell what it uses.

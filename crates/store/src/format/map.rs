@@ -224,34 +224,16 @@ impl LayerMap {
     }
 }
 
-/// Digest and size of a map's raw bytes, of which there are `count` extents, before the map itself is
-/// in memory. Extents and implicit directories must be what [`LayerMap`] asks for: whether they are
-/// is found out when the map is built.
-pub fn map_blob<I: Iterator<Item = Extent>>(
-    data_size: u64,
-    count: usize,
-    extents: impl Fn() -> I,
-    implicit: &[Vec<u8>],
-) -> Blob {
-    let parts = Parts {
-        data_size,
-        count,
-        extents,
-        implicit,
-    };
-    parts.blob()
-}
-
 /// What a map's bytes are made of.
-struct Parts<'a, F> {
-    data_size: u64,
-    count: usize,
-    extents: F,
-    implicit: &'a [Vec<u8>],
+pub(crate) struct Parts<'a, F> {
+    pub(crate) data_size: u64,
+    pub(crate) count: usize,
+    pub(crate) extents: F,
+    pub(crate) implicit: &'a [Vec<u8>],
 }
 
 impl<I: Iterator<Item = Extent>, F: Fn() -> I> Parts<'_, F> {
-    fn blob(&self) -> Blob {
+    pub(crate) fn blob(&self) -> Blob {
         let mut hasher = Hasher::new();
         let mut size = 0;
         let _: Result<(), std::convert::Infallible> = self.emit(&mut |piece| {
@@ -265,7 +247,7 @@ impl<I: Iterator<Item = Extent>, F: Fn() -> I> Parts<'_, F> {
         }
     }
 
-    fn emit<E>(&self, out: &mut dyn FnMut(&[u8]) -> Result<(), E>) -> Result<(), E> {
+    pub(crate) fn emit<E>(&self, out: &mut dyn FnMut(&[u8]) -> Result<(), E>) -> Result<(), E> {
         let mut body_crc = 0;
         let _: Result<(), std::convert::Infallible> = self.emit_body(&mut |piece| {
             body_crc = crc32c::crc32c_append(body_crc, piece);
@@ -333,16 +315,6 @@ impl MapBuilder {
         }
     }
 
-    /// A map of `data_size` bytes with these extents.
-    #[must_use]
-    pub fn with_extents(data_size: u64, extents: Vec<Extent>) -> Self {
-        Self {
-            data_size,
-            extents,
-            ..Self::default()
-        }
-    }
-
     /// Adds a chunk's place.
     pub fn push(&mut self, extent: Extent) -> &mut Self {
         self.extents.push(extent);
@@ -364,33 +336,41 @@ impl MapBuilder {
         self.extents
             .sort_unstable_by_key(|e| (e.data_offset, e.len));
         check_extents(&self.extents, self.data_size)?;
-        self.implicit.sort_unstable();
-        self.implicit.dedup();
-        for path in &self.implicit {
-            check_path(path)?;
-        }
-        let map = LayerMap {
+        let implicit = normal(self.implicit, self.extents.len())?;
+        Ok(LayerMap {
             data_size: self.data_size,
             extents: self.extents,
-            implicit: self.implicit,
+            implicit,
             blob: Known::default(),
-        };
-        let implicit_bytes: u64 = map.implicit.iter().map(|p| 2 + p.len() as u64).sum();
-        let size = (map.extents.len() as u64)
-            .saturating_mul(size_of::<WireExtent>() as u64)
-            .saturating_add(implicit_bytes)
-            .saturating_add(size_of::<Header>() as u64);
-        if size > MAX_MAP_BYTES {
-            return Err(FormatError::new(
-                NAME,
-                format!("it would have {size} bytes, at most {MAX_MAP_BYTES} are allowed"),
-            ));
-        }
-        Ok(map)
+        })
     }
 }
 
-fn check_data_size(data_size: u64) -> Result<(), FormatError> {
+/// Implicit directories as a map of `extents` extents has them.
+pub(crate) fn normal(
+    mut implicit: Vec<Vec<u8>>,
+    extents: usize,
+) -> Result<Vec<Vec<u8>>, FormatError> {
+    implicit.sort_unstable();
+    implicit.dedup();
+    for path in &implicit {
+        check_path(path)?;
+    }
+    let implicit_bytes: u64 = implicit.iter().map(|p| 2 + p.len() as u64).sum();
+    let size = (extents as u64)
+        .saturating_mul(size_of::<WireExtent>() as u64)
+        .saturating_add(implicit_bytes)
+        .saturating_add(size_of::<Header>() as u64);
+    if size > MAX_MAP_BYTES {
+        return Err(FormatError::new(
+            NAME,
+            format!("it would have {size} bytes, at most {MAX_MAP_BYTES} are allowed"),
+        ));
+    }
+    Ok(implicit)
+}
+
+pub(crate) fn check_data_size(data_size: u64) -> Result<(), FormatError> {
     if data_size > MAX_DATA_SIZE || !data_size.is_multiple_of(BLOCK) {
         return Err(FormatError::new(
             NAME,
@@ -401,8 +381,35 @@ fn check_data_size(data_size: u64) -> Result<(), FormatError> {
 }
 
 fn check_extents(extents: &[Extent], data_size: u64) -> Result<(), FormatError> {
-    let mut end = 0;
-    for (i, e) in extents.iter().enumerate() {
+    let mut check = ExtentCheck::new(data_size);
+    extents.iter().try_for_each(|extent| check.next(extent))
+}
+
+/// Whether extents are in order and within a data size.
+#[derive(Debug)]
+pub(crate) struct ExtentCheck {
+    data_size: u64,
+    /// Extents so far, and where the last one ends.
+    count: usize,
+    end: u64,
+}
+
+impl ExtentCheck {
+    pub(crate) const fn new(data_size: u64) -> Self {
+        Self {
+            data_size,
+            count: 0,
+            end: 0,
+        }
+    }
+
+    /// Where the last extent ends.
+    pub(crate) const fn end(&self) -> u64 {
+        self.end
+    }
+
+    pub(crate) fn next(&mut self, e: &Extent) -> Result<(), FormatError> {
+        let (i, data_size) = (self.count, self.data_size);
         if e.len == 0 || e.len > MAX_CHUNK_LEN {
             return Err(FormatError::new(
                 NAME,
@@ -422,15 +429,16 @@ fn check_extents(extents: &[Extent], data_size: u64) -> Result<(), FormatError> 
                     ),
                 )
             })?;
-        if e.data_offset < end {
+        if e.data_offset < self.end {
             return Err(FormatError::new(
                 NAME,
                 format!("extent {i} at {} overlaps the one before", e.data_offset),
             ));
         }
-        end = next;
+        self.end = next;
+        self.count += 1;
+        Ok(())
     }
-    Ok(())
 }
 
 fn parse_implicit(mut bytes: &[u8], count: u64) -> Result<Vec<Vec<u8>>, FormatError> {

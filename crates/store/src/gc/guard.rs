@@ -137,6 +137,11 @@ impl BlobStore for Guarded {
         Ok(outcome)
     }
 
+    fn settle(&self, key: &Key, max_len: u64) -> Result<bool> {
+        self.before(key)?;
+        self.inner.settle(key, max_len)
+    }
+
     fn put_volatile(&self, key: &Key, bytes: &[u8]) -> Result<()> {
         self.before(key)?;
         self.inner.put_volatile(key, bytes)

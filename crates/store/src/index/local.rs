@@ -30,13 +30,13 @@ use crate::layer::again::is_wrong;
 use crate::parallel::{Bounds, Order, for_each};
 
 /// Bytes of segments that become one run when they are read.
-const BATCH: u64 = 16 << 20;
+const BATCH: u64 = 8 << 20;
 /// Segments from this size on become a run of their own without being in memory.
 const LARGE: u64 = 8 << 20;
 /// Reading segments: requests at once, and bytes in memory.
 const READ: Bounds = Bounds {
     threads: 8,
-    bytes: 32 << 20,
+    bytes: 12 << 20,
 };
 /// A run is merged with those up to this many times its size.
 const RATIO: u64 = 4;

@@ -14,7 +14,7 @@ use crate::digest::Digest;
 use crate::format::index::{IndexPack, WireChunk};
 
 /// Bytes of read buffers of all inputs together.
-const BUFFERS: u64 = 16 << 20;
+const BUFFERS: u64 = 6 << 20;
 /// A pack of an input that the new run does not have.
 const DROPPED: u32 = u32::MAX;
 

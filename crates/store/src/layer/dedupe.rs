@@ -26,7 +26,7 @@ const VERIFY: Bounds = Bounds {
 /// Tables of packs kept in memory, and most chunks in all but the last of them: one of a million
 /// small files has as many as a hundred others.
 const MAX_TABLES: usize = 64;
-const MAX_TABLE_CHUNKS: usize = 160 << 10;
+const MAX_TABLE_CHUNKS: usize = 96 << 10;
 
 /// A chunk in a pack of the store.
 #[derive(Debug, Clone, Copy)]
@@ -173,6 +173,14 @@ impl IndexSet {
             offset: known.offset,
             len: known.len,
         }))
+    }
+
+    /// Gives back the memory that only makes many look-ups fast.
+    pub(super) fn rest(&mut self) {
+        // What is not usable was said once.
+        self.tables.retain(|_, table| table.is_none());
+        self.loaded = VecDeque::new();
+        self.last = None;
     }
 
     /// Why a chunk that an index names has no usable place, if damage of its frame is the reason.

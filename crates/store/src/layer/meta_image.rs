@@ -1,21 +1,27 @@
 //! A layer's metadata image on its way into the store.
 
+use std::path::Path;
+use std::sync::Arc;
+
 use crate::codec::ObjectWriter;
 use crate::error::{FormatError, Result};
 use crate::manifest::Blob;
+use crate::spill::Spill;
 
 /// A metadata image of so many raw bytes is not held as it is.
 const SMALL_META: usize = 4 << 20;
+/// Compressed bytes that are put away at once.
+const PIECE: usize = 64 << 10;
 
 /// A metadata image: raw, or as [`MetaWriter`] compressed it, so that a large one is never in
-/// memory as it is.
+/// memory as it is. Cheap to clone once it is compressed.
 #[derive(Clone)]
 pub struct MetaImage(pub(super) Image);
 
 #[derive(Clone)]
 pub(super) enum Image {
     Raw { blob: Blob, raw: Vec<u8> },
-    Stored { blob: Blob, stored: Vec<u8> },
+    Stored { blob: Blob, stored: Arc<Spill> },
 }
 
 impl MetaImage {
@@ -26,9 +32,9 @@ impl MetaImage {
     }
 
     /// What goes into the store.
-    pub(super) fn into_stored(self, level: i32) -> Result<Vec<u8>> {
+    pub(super) fn into_stored(self, level: i32) -> Result<Arc<Spill>> {
         match self.0 {
-            Image::Raw { raw, .. } => Ok(compressed(level, &raw)?),
+            Image::Raw { raw, .. } => Ok(Arc::new(compressed(level, &raw)?.into())),
             Image::Stored { stored, .. } => Ok(stored),
         }
     }
@@ -54,6 +60,8 @@ pub struct MetaWriter {
     /// The image so far, while it is small.
     raw: Vec<u8>,
     large: Option<ObjectWriter>,
+    /// What is compressed of a large one.
+    stored: Spill,
 }
 
 impl MetaWriter {
@@ -64,12 +72,27 @@ impl MetaWriter {
             level,
             raw: Vec::new(),
             large: None,
+            stored: Spill::default(),
+        }
+    }
+
+    /// Puts what is compressed of a large image into an unnamed temporary file in `scratch`, as far
+    /// as one can be made there. To be called before the first byte.
+    #[must_use]
+    pub fn spilling(self, scratch: Option<&Path>) -> Self {
+        Self {
+            stored: Spill::new(scratch),
+            ..self
         }
     }
 
     fn push(&mut self, bytes: &[u8]) -> Result<(), FormatError> {
         if let Some(object) = &mut self.large {
-            return object.push(bytes);
+            object.push(bytes)?;
+            if let Some(stored) = object.take_stored(PIECE) {
+                self.stored.write(&stored);
+            }
+            return Ok(());
         }
         self.raw.extend_from_slice(bytes);
         if self.raw.len() > SMALL_META {
@@ -84,17 +107,18 @@ impl MetaWriter {
     ///
     /// # Errors
     /// If zstd fails.
-    pub fn finish(self) -> Result<MetaImage> {
+    pub fn finish(mut self) -> Result<MetaImage> {
         let Some(object) = self.large else {
             return Ok(self.raw.into());
         };
         let object = object.finish()?;
+        self.stored.write(&object.stored);
         Ok(MetaImage(Image::Stored {
             blob: Blob {
                 digest: object.digest,
                 size: object.size,
             },
-            stored: object.stored,
+            stored: Arc::new(self.stored),
         }))
     }
 }

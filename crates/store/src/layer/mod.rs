@@ -6,7 +6,9 @@ mod claim;
 mod dedupe;
 mod frames;
 mod hashing;
+mod map_image;
 mod meta_image;
+mod objects;
 mod pack_writer;
 mod part;
 mod passed;
@@ -27,6 +29,7 @@ use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
+pub use map_image::{MapImage, MapWriter};
 pub(crate) use meta_image::stored_len;
 pub use meta_image::{MetaImage, MetaWriter};
 pub use part::SeedMarker;

@@ -4,32 +4,26 @@
 //! damaged; a locator is replaced unless it is the same: publishing again heals.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::LayerStore;
 use super::chunks::{Holdings, Place};
 use super::dedupe::IndexSet;
-use super::max_stored;
+use super::map_image::{MapImage, MapSource};
 use super::meta_image::{Image, MetaImage, compressed};
+use super::objects::STREAMED;
 use super::pack_writer::Written;
 use super::staged::Staged;
 use super::writer::{LayerWriter, WriteStats, WriterOptions};
-use crate::blob::{PutMode, PutOutcome};
-use crate::codec::{ObjectWriter, digest_of_raw};
 use crate::digest::Digest;
 use crate::error::{FormatError, Result, StoreError};
-use crate::format::locator::{FrameLoc, Locator, MAX_LOCATOR_BYTES, PackLoc};
+use crate::format::locator::{FrameLoc, Locator, PackLoc, Tables};
 use crate::format::map::LayerMap;
 use crate::format::pack::PackFrame;
 use crate::key::Key;
 use crate::manifest::{Blob, Counts, Features, LayerId, Manifest, ParentRef};
 use crate::parallel::{Bounds, Order, for_each};
 use crate::reference::Reference;
-
-/// A map of so many raw bytes is not held compressed in memory.
-const STREAMED: u64 = 4 << 20;
-/// Compressed bytes that are written at once.
-const STREAM_PIECE: usize = 128 << 10;
 
 /// What is to be published. Nothing in it may depend on time, threads or the store.
 #[derive(Debug, Clone)]
@@ -51,14 +45,14 @@ pub struct Draft {
     /// The metadata image.
     pub meta: MetaImage,
     /// The map; every chunk in it was added to the writer or is in the store.
-    pub map: LayerMap,
+    pub map: MapImage,
 }
 
 impl Draft {
     /// A draft with empty optional fields.
     #[must_use]
-    pub fn new(reference: Reference, meta: impl Into<MetaImage>, map: LayerMap) -> Self {
-        let meta = meta.into();
+    pub fn new(reference: Reference, meta: impl Into<MetaImage>, map: impl Into<MapImage>) -> Self {
+        let (meta, map) = (meta.into(), map.into());
         Self {
             reference,
             platform: String::new(),
@@ -275,7 +269,7 @@ impl Sealed {
     ) -> Result<Published> {
         let meta = MetaImage(Image::Stored {
             blob: Blob::of(meta),
-            stored: compressed(self.options.level, meta)?,
+            stored: Arc::new(compressed(self.options.level, meta)?.into()),
         });
         let staged = self.stage_image(manifest, meta, map, elsewhere, false)?;
         let published = staged.publish()?;
@@ -288,7 +282,7 @@ impl Sealed {
         &mut self,
         manifest: &Manifest,
         meta: MetaImage,
-        map: &LayerMap,
+        map: &dyn MapSource,
         elsewhere: Option<&Locator>,
         last: bool,
     ) -> Result<Staged> {
@@ -322,7 +316,15 @@ impl Sealed {
         if let Some(trust) = &mut self.index.frames.trust {
             trust.save();
         }
-        let locator = build_locator(manifest.map.digest, map, places).map_err(invalid)?;
+        // Only its bytes are needed from here on: of a million chunks they are few.
+        let locator = {
+            let tables = tables_of(manifest.map.digest, places).map_err(invalid)?;
+            check_tables(&tables, map).map_err(|error| match error {
+                StoreError::Format(error) => invalid(error),
+                other => other,
+            })?;
+            tables.to_bytes()
+        };
 
         // Where no chunk was new, the layer most likely is not either, whatever its name.
         let known = self.stats.new_chunks == 0;
@@ -347,17 +349,16 @@ impl Sealed {
                         let Some(meta) = meta else {
                             return Ok((0, warnings)); // each part is there once
                         };
-                        store.put_raw(
-                            &Key::meta(&manifest.meta.digest),
-                            &manifest.meta,
-                            known,
-                            || meta.into_stored(level),
-                            &mut warnings,
-                        )
+                        store.put_meta(&manifest.meta, meta, known, level, &mut warnings)
                     }
                     Part::Map => store.put_map(manifest, map, known, level, &mut warnings),
                     Part::Locator => {
-                        store.put_locator(&manifest.map.digest, map, &locator, &mut warnings)
+                        let (digest, count) = (&manifest.map.digest, map.count());
+                        let sound = |old: &[u8]| {
+                            let tables = Tables::parse(old, digest, count)?;
+                            check_tables(&tables, map)
+                        };
+                        store.put_locator_bytes(digest, &locator, &sound, &mut warnings)
                     }
                 };
                 Ok((bytes?, warnings))
@@ -396,7 +397,7 @@ pub(super) fn resolve(
     held: &mut Holdings,
     index: &mut IndexSet,
     reference: &Reference,
-    map: &LayerMap,
+    map: &dyn MapSource,
     elsewhere: Option<&Locator>,
 ) -> Result<Places> {
     let invalid = |what: String| StoreError::InvalidInput {
@@ -408,9 +409,9 @@ pub(super) fn resolve(
             "chunk {digest} of its map was not added and is not in the store"
         ))
     };
-    let mut extents = Vec::with_capacity(map.extents().len());
+    let mut extents = Vec::with_capacity(map.count());
     let mut missing = Vec::new();
-    for (i, extent) in map.extents().iter().enumerate() {
+    map.each(&mut |extent| {
         let mut known = held.get(&extent.digest)?;
         if known.is_none()
             && let Some(chunk) = index.locate(&extent.digest)?
@@ -418,7 +419,7 @@ pub(super) fn resolve(
             held.insert_stored(&extent.digest, &chunk)?;
             known = held.get(&extent.digest)?;
         }
-        extents.push(match known {
+        let place = match known {
             Some(known) if known.len != extent.len => {
                 let what = format!(
                     "chunk {} has {} bytes, its map says {}",
@@ -435,22 +436,23 @@ pub(super) fn resolve(
                     let damage = index.damage_of(&extent.digest)?;
                     return Err(damage.unwrap_or_else(|| gone(&extent.digest)));
                 }
-                missing.push(i);
+                missing.push((extents.len(), extent.digest));
                 (0, 0)
             }
-        });
-    }
+        };
+        extents.push(place);
+        Ok(())
+    })?;
     let mut places = Places {
         packs: held.packs().to_vec(),
         frames: held.frames().map(|(pack, frame)| (pack, *frame)).collect(),
         extents,
     };
     let mut taken = HashMap::new();
-    for i in missing {
+    for (i, digest) in missing {
         let place = elsewhere.and_then(|locator| places.take(&mut taken, locator, i));
         let (Some(place), Some(slot)) = (place, places.extents.get_mut(i)) else {
-            let digest = map.extents().get(i).map(|extent| extent.digest);
-            return Err(gone(&digest.unwrap_or_else(|| Digest::of(&[]))));
+            return Err(gone(&digest));
         };
         *slot = place;
     }
@@ -495,12 +497,34 @@ impl Places {
     }
 }
 
-/// Packs in the order of first use, frames in the order of packs and offsets.
+/// The locator of a map in memory.
 pub(super) fn build_locator(
     map_digest: Digest,
     map: &LayerMap,
     places: Places,
 ) -> Result<Locator, FormatError> {
+    let Tables {
+        map: digest,
+        packs,
+        frames,
+        extents,
+    } = tables_of(map_digest, places)?;
+    Locator::new(digest, map, packs, frames, extents)
+}
+
+/// Whether a locator's tables fit the map.
+fn check_tables(tables: &Tables, map: &dyn MapSource) -> Result<()> {
+    tables.check(map.count())?;
+    let mut number = 0;
+    map.each(&mut |extent| {
+        tables.check_extent(number, extent.len)?;
+        number += 1;
+        Ok(())
+    })
+}
+
+/// Packs in the order of first use, frames in the order of packs and offsets.
+fn tables_of(map_digest: Digest, places: Places) -> Result<Tables, FormatError> {
     let too_many = || FormatError::new("LPLOC", "it has more than 2^32-1 packs or frames");
     let Places {
         packs: all_packs,
@@ -551,163 +575,10 @@ pub(super) fn build_locator(
         let index = usize::try_from(*number).unwrap_or(usize::MAX);
         *number = numbers.get(index).copied().unwrap_or_default();
     }
-    Locator::new(map_digest, map, packs, frames, extents)
-}
-
-impl LayerStore {
-    /// Writes an object whose content the key decides. If it exists it must pass `check`; if it
-    /// does not, it is replaced. Bytes written.
-    fn put_checked(
-        &self,
-        key: &Key,
-        bytes: &[u8],
-        warnings: &mut Vec<String>,
-        check: impl FnOnce() -> Result<()>,
-    ) -> Result<u64> {
-        if self.blobs().put(key, bytes, PutMode::IfAbsent)? == PutOutcome::Exists {
-            match check() {
-                Ok(()) => return Ok(0),
-                Err(error) if error.is_damage() => {
-                    tracing::warn!("replaced: {error}");
-                    warnings.push(format!("replaced: {error}"));
-                    self.blobs().put(key, bytes, PutMode::Overwrite)?;
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(bytes.len() as u64)
-    }
-
-    /// What is stored of a compressed object, which is what its key says. Its raw bytes are never held.
-    fn sound_object(&self, key: &Key, blob: &Blob) -> Result<Vec<u8>> {
-        self.need_checked(key, max_stored(blob.size), &mut |stored| {
-            let digest = digest_of_raw(stored, blob.size).map_err(|e| self.bad(key, &e))?;
-            if digest != blob.digest {
-                return Err(self.corrupt(key, format!("the digest of its raw bytes is {digest}")));
-            }
-            Ok(stored.to_vec())
-        })
-    }
-
-    /// Whether a compressed object that was likely `known` before is there and sound. It is durable
-    /// then.
-    fn has_object(&self, key: &Key, blob: &Blob, known: bool) -> Result<bool> {
-        if !known {
-            return Ok(false);
-        }
-        match self.sound_object(key, blob) {
-            // As it is there, which costs no compressing.
-            Ok(stored) => {
-                self.blobs().put(key, &stored, PutMode::IfAbsent)?;
-                Ok(true)
-            }
-            Err(StoreError::Missing { .. }) => Ok(false),
-            // The usual way tells and replaces it.
-            Err(error) if error.is_damage() => Ok(false),
-            Err(error) => Err(error),
-        }
-    }
-
-    /// A compressed object, made by `make` unless it was `known` before and is there.
-    fn put_raw(
-        &self,
-        key: &Key,
-        blob: &Blob,
-        known: bool,
-        make: impl FnOnce() -> Result<Vec<u8>>,
-        warnings: &mut Vec<String>,
-    ) -> Result<u64> {
-        if self.has_object(key, blob, known)? {
-            return Ok(0);
-        }
-        let stored = make()?;
-        debug_assert!(stored.len() as u64 <= max_stored(blob.size));
-        self.put_checked(key, &stored, warnings, || {
-            self.sound_object(key, blob).map(drop)
-        })
-    }
-
-    /// A map. A large one is compressed on its way into the store.
-    fn put_map(
-        &self,
-        manifest: &Manifest,
-        map: &LayerMap,
-        known: bool,
-        level: i32,
-        warnings: &mut Vec<String>,
-    ) -> Result<u64> {
-        let (key, blob) = (Key::map(&manifest.map.digest), &manifest.map);
-        if blob.size < STREAMED {
-            let make = || {
-                let mut object = ObjectWriter::new(level);
-                map.emit(&mut |piece| object.push(piece))?;
-                Ok(object.finish()?.stored)
-            };
-            return self.put_raw(&key, blob, known, make, warnings);
-        }
-        if self.has_object(&key, blob, known)? {
-            return Ok(0);
-        }
-        let put = |mode| -> Result<(PutOutcome, u64)> {
-            let mut out = self.blobs().put_stream()?;
-            let mut object = ObjectWriter::new(level);
-            let mut len = 0;
-            let mut write = |bytes: &[u8]| {
-                len += bytes.len() as u64;
-                out.write(bytes)
-            };
-            map.emit(&mut |piece| -> Result<()> {
-                object.push(piece)?;
-                let stored = object.take_stored(STREAM_PIECE);
-                stored.map_or(Ok(()), |stored| write(&stored))
-            })?;
-            write(&object.finish()?.stored)?;
-            Ok((out.commit(&key, mode)?, len))
-        };
-        let (outcome, len) = put(PutMode::IfAbsent)?;
-        if outcome == PutOutcome::Created {
-            return Ok(len);
-        }
-        match self.sound_object(&key, blob) {
-            Ok(_) => Ok(0),
-            Err(error) if error.is_damage() => {
-                tracing::warn!("replaced: {error}");
-                warnings.push(format!("replaced: {error}"));
-                Ok(put(PutMode::Overwrite)?.1)
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    /// An existing locator stays only if it is the same: each frame of `locator` was verified or
-    /// written by this writer, and what another one points at was not. Bytes written.
-    pub(crate) fn put_locator(
-        &self,
-        map_digest: &Digest,
-        map: &LayerMap,
-        locator: &Locator,
-        warnings: &mut Vec<String>,
-    ) -> Result<u64> {
-        let key = Key::locator(map_digest);
-        let bytes = locator.to_bytes();
-        let len = bytes.len() as u64;
-        if self.blobs().put(&key, &bytes, PutMode::IfAbsent)? == PutOutcome::Created {
-            return Ok(len);
-        }
-        let damage = match self.blobs().get(&key, MAX_LOCATOR_BYTES) {
-            Ok(Some(old)) if old == bytes => return Ok(0),
-            Ok(Some(old)) => Locator::parse(&old, map_digest, map)
-                .err()
-                .map(|e| self.bad(&key, &e)),
-            Ok(None) => None, // deleted meanwhile
-            Err(error) if error.is_damage() => Some(error),
-            Err(error) => return Err(error),
-        };
-        if let Some(error) = damage {
-            tracing::warn!("replaced: {error}");
-            warnings.push(format!("replaced: {error}"));
-        }
-        self.blobs().put(&key, &bytes, PutMode::Overwrite)?;
-        Ok(len)
-    }
+    Ok(Tables {
+        map: map_digest,
+        packs,
+        frames,
+        extents,
+    })
 }

@@ -382,6 +382,7 @@ impl LayerWriter {
         self.flush()?;
         self.pipeline.close();
         self.held.rest();
+        self.index.rest();
         self.closed = true;
         Ok(())
     }
