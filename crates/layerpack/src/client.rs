@@ -50,6 +50,16 @@ pub(crate) enum ClientError {
         /// What the kernel said.
         source: io::Error,
     },
+    /// The socket of a sandbox cannot be used.
+    #[error(
+        "nobody answers at {socket}: the node's daemon may be starting anew; ask again in a moment"
+    )]
+    Away {
+        /// Path of the socket.
+        socket: String,
+        /// What the kernel said.
+        source: io::Error,
+    },
     /// The daemon said no.
     #[error("{message}")]
     Refused {
@@ -59,12 +69,12 @@ pub(crate) enum ClientError {
         message: String,
     },
     /// The connection ended early, or what came is no answer.
-    #[error("the daemon gave no answer to {request} (it may have been killed; its log is {log})")]
+    #[error("the daemon gave no answer to {request} ({hint})")]
     Lost {
         /// Method and path.
         request: String,
-        /// Path of the daemon's log.
-        log: String,
+        /// What may have happened, and where to look.
+        hint: String,
         /// What was seen.
         source: anyhow::Error,
     },
@@ -273,10 +283,18 @@ impl Client {
         body: Option<&B>,
         limit: Duration,
     ) -> Result<R, ClientError> {
-        let lost = |source: anyhow::Error| ClientError::Lost {
+        let lost = |source: anyhow::Error| {
+            ClientError::Lost {
             request: format!("{method} {path}"),
-            log: self.root.join(api::LOG_NAME).display().to_string(),
+            hint: match &self.socket {
+                None => format!(
+                    "it may have been killed; its log is {}",
+                    self.root.join(api::LOG_NAME).display()
+                ),
+                Some(_) => "it may have been started anew, or too many connections of this sandbox are open; ask again: nothing is published twice".to_owned(),
+            },
             source,
+        }
         };
         let bytes = match body {
             Some(body) => serde_json::to_vec(body).map_err(|e| lost(e.into()))?,
@@ -312,7 +330,7 @@ impl Client {
         if let Some(socket) = &self.socket {
             return UnixStream::connect(socket)
                 .await
-                .map_err(|source| ClientError::Connect {
+                .map_err(|source| ClientError::Away {
                     socket: socket.display().to_string(),
                     source,
                 });

@@ -8,6 +8,7 @@
 //! them.
 
 mod channels;
+mod connections;
 mod guards;
 mod handlers;
 mod metrics;

@@ -30,7 +30,8 @@ struct Arguments {
     /// Label for people and tools (repeatable)
     #[arg(long, value_name = "KEY=VALUE")]
     label: Vec<String>,
-    /// Leave these paths as the layers below have them (repeatable)
+    /// Leave these paths as the layers below have them; with --squash, as those have them that are not
+    /// taken in (repeatable)
     #[arg(long, value_name = "PATTERN")]
     exclude: Vec<String>,
     /// Do everything but publish, and report

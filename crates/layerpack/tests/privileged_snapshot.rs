@@ -159,6 +159,28 @@ fn privileged_rules_decide_what_leaves() {
             ("/root/.ssh/id_rsa", "diff/all:1", false),
         ]
     );
+    // A squash of layers of the store is held to rules too: those named, or the node's.
+    let squash = ["snapshot", "squash", "diff/all:1", "--name", "sq"];
+    let mut arguments = vec!["-o", "json"];
+    arguments.extend(squash);
+    arguments.extend(["--version", "1", "--rules", "standard"]);
+    let squashed: Value = serde_json::from_str(&node.ok(arguments)).unwrap();
+    assert_eq!(squashed["reference"], "diff/sq:1");
+    assert_eq!(squashed["report"]["scrubbed"]["total"]["entries"], 3);
+    assert_eq!(names("diff/sq:1"), names("diff/clean:1"));
+    let mut arguments = squash.to_vec();
+    arguments.extend(["--version", "2"]);
+    fs_err::write(
+        node.root().join("scrub.toml"),
+        "[[rule]]\nname = \"answers\"\naction = \"forbid\"\nglobs = [\"*.key\"]\n",
+    )
+    .unwrap();
+    let error = node.fails(1, &arguments);
+    assert!(error.contains("/job/answer.key"), "{error}");
+    node.fails(1, ["inspect", "diff/sq:2"]);
+    arguments.push("--no-rules");
+    node.ok(&arguments);
+    assert!(names("diff/sq:2").contains("/root/.ssh/id_rsa"));
     node.ok(["sandbox", "rm", "-f", id, restored]);
     assert_clean(&node);
 }
@@ -433,121 +455,6 @@ fn privileged_a_sandbox_that_dies_while_it_is_packed_is_packed_whole_or_not() {
         pack(&node, id, &format!("again{round}:1"), &[]);
         node.ok(["sandbox", "rm", id]);
     }
-    assert_clean(&node);
-}
-
-#[test]
-fn privileged_processes_inside_ask_for_snapshots() {
-    if !is_root() {
-        skip!("needs root for sandboxes");
-    }
-    let node = node("inside");
-    let rules = node
-        .scratch
-        .write("rules.toml", "sets = [\"shell-history\"]\n")
-        .unwrap();
-    let id = node.ok([
-        "sandbox",
-        "create",
-        "--allow-pack-diff",
-        "agent-*",
-        "--pack-diff-rules",
-        rules.to_str().unwrap(),
-        "base/root:1",
-    ]);
-    let id = id.trim();
-    exec(
-        &node,
-        id,
-        "echo work > /root/job; echo h > /root/.bash_history",
-    );
-    let ask = "/dev/layerpack/pack_diff --version 1 --name";
-    let line = exec(&node, id, &format!("{ask} agent-a --label k=v"));
-    assert!(line.starts_with("diff/agent-a:1 b3:"), "{line}");
-    let shown = node.json(["snapshot", "inspect", "diff/agent-a:1"]);
-    assert_eq!(shown["labels"]["layerpack.by"], "sandbox");
-    assert_eq!(shown["labels"]["k"], "v");
-    assert_eq!(shown["stack"][0]["reference"], "base/root:1");
-    let found = node.ok(["find", "--alone", "diff/agent-a:1"]);
-    assert!(
-        found.contains("/root/job") && !found.contains("history"),
-        "{found}"
-    );
-    // Any user, by its plain name, with the report.
-    let output = node.run([
-        "sandbox",
-        "exec",
-        "-u",
-        "worker",
-        id,
-        "--",
-        "sh",
-        "-c",
-        "pack_diff --name agent-b --version 1 -o json",
-    ]);
-    assert!(output.status.success(), "{}", describe(&output));
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(report["reference"], "diff/agent-b:1");
-    assert_eq!(report["report"]["scrubbed"]["total"]["entries"], 1);
-    assert!(report["store"]["new_bytes"].as_u64().is_some());
-    // What the setting does not allow, and what makes no sense.
-    for (arguments, said) in [
-        ("other", "agent-*"),
-        ("agent-a", "diff/agent-a:1"),
-        ("agent-x --label =", "label"),
-        ("agent-y --exclude [", "exclude"),
-        ("'agent-/../x'", "name"),
-    ] {
-        exec(&node, id, "echo more >> /root/job");
-        let output = node.run([
-            "sandbox",
-            "exec",
-            id,
-            "--",
-            "sh",
-            "-c",
-            &format!("{ask} {arguments}"),
-        ]);
-        let error = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(1), "{arguments}: {error}");
-        assert!(error.contains(said), "{arguments}: {error}");
-    }
-    assert_eq!(state(&node), "running");
-    // Nobody else speaks through it, not even root of the node.
-    let socket = sandboxes(&node).get(id).unwrap().channel.join("socket");
-    let asked = "{\"name\":\"agent-z\",\"version\":\"1\"}";
-    assert_eq!(post(&socket, "/v1/pack-diff", asked).0, 0);
-    node.fails(1, ["inspect", "diff/agent-z:1"]);
-    // Without the setting there is no channel.
-    let plain = node.ok(["sandbox", "create", "base/root:1"]);
-    let output = node.run([
-        "sandbox",
-        "exec",
-        plain.trim(),
-        "--",
-        "ls",
-        "/dev/layerpack",
-    ]);
-    assert!(!output.status.success());
-    node.ok(["sandbox", "rm", "-f", id, plain.trim()]);
-    assert_clean(&node);
-}
-
-#[test]
-fn privileged_channels_outlive_the_daemon() {
-    if !is_root() {
-        skip!("needs root for sandboxes");
-    }
-    let node = node("outlive");
-    let create = ["sandbox", "create", "--allow-pack-diff", "*", "base/root:1"];
-    let id = node.ok(create);
-    let id = id.trim();
-    let ask = "/dev/layerpack/pack_diff --version 1 --name";
-    exec(&node, id, &format!("{ask} agent-b"));
-    node.kill_daemon();
-    let line = exec(&node, id, &format!("{ask} agent-c"));
-    assert!(line.starts_with("diff/agent-c:1 b3:"), "{line}");
-    node.ok(["sandbox", "rm", "-f", id]);
     assert_clean(&node);
 }
 

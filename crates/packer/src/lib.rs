@@ -35,6 +35,7 @@ mod path;
 mod scrub;
 mod split;
 mod squash;
+mod stored;
 mod tar;
 mod tar_source;
 mod upper;
@@ -52,7 +53,7 @@ pub use export::{
 pub use git::GitIndex;
 pub use halt::{AtRest, Halt, HaltError};
 pub use image::{ImageSource, ImportOptions, ImportReport, import, import_split};
-pub use merge::{MergeOptions, merge};
+pub use merge::{MergeOptions, MergeWithRulesReport, merge, merge_with_rules};
 pub use options::{
     BuildOptions, BuildReport, DEFAULT_XATTRS, EntryCounts, IdMapRange, Limits, OverlayXattrs,
     PackDiffOptions, PackDiffReport, Progress, Silent, Source,

@@ -139,6 +139,7 @@ pub fn snapshot(
             &options.squash,
             &layer,
             &mut stack,
+            &filter,
             scrub.as_ref(),
             writer.as_mut(),
             &mut warnings,
@@ -153,12 +154,8 @@ pub fn snapshot(
         Some(scrub) => {
             let refused = scrub.refusal();
             // What is taken in is no layer below.
-            let taken = |lower: &LowerLayer| {
-                let mut squash = options.squash.iter().filter_map(|p| p.reference.as_ref());
-                squash.any(|reference| reference.to_string() == lower.name)
-            };
             let mut lowers = options.lowers.clone();
-            lowers.retain(|lower| !taken(lower));
+            lowers.retain(|lower| !is_taken(options, lower));
             let report = scrub.report(&lowers, &layer);
             if let Some(refused) = refused.filter(|_| !options.dry_run) {
                 return Err(warnings.tell(refused, progress));
@@ -192,6 +189,19 @@ pub fn snapshot(
         copied_files: copied,
         git,
     })
+}
+
+/// Whether a layer below is taken into the snapshot. Rows of diffs that are mounted as one have a name
+/// that is none of the stack's.
+fn is_taken(options: &PackDiffOptions, lower: &LowerLayer) -> bool {
+    let is = |parent: &ParentRef| {
+        let reference = parent.reference.as_ref();
+        reference.is_some_and(|reference| reference.to_string() == lower.name)
+    };
+    match options.stack.iter().any(is) {
+        true => options.squash.iter().any(is),
+        false => lower.diff && !options.squash.is_empty(),
+    }
 }
 
 /// What was published, if anything, and what is in it.

@@ -10,18 +10,23 @@ use rustix::fs::FileType;
 use crate::content::{self, Content};
 use crate::error::{PackError, Result};
 use crate::export::Contents;
+use crate::filter::Filter;
 use crate::merge;
 use crate::model::Layer;
-use crate::scrub::{Judged, Look, Scrub, Verdict};
+use crate::path::join;
+use crate::scrub::{Files, Judged, Look, Rules, Scrub, ScrubReport, Verdict};
+use crate::stored::GitObjects;
 use crate::warnings::Warnings;
 
-/// The layer over those that it is to take in, which leave the stack. Rules have judged `layer` and
-/// judge what is not of it.
+/// The layer over those that it is to take in, which leave the stack. Excludes and rules have judged
+/// `layer` and judge what is not of it.
+#[expect(clippy::too_many_arguments, reason = "what a snapshot carries along")]
 pub(crate) fn squashed(
     store: &LayerStore,
     squash: &[ParentRef],
     layer: &Layer,
     stack: &mut Vec<ParentRef>,
+    filter: &Filter,
     scrub: Option<&Scrub<'_>>,
     writer: Option<&mut LayerWriter>,
     warnings: &mut Warnings,
@@ -55,6 +60,7 @@ pub(crate) fn squashed(
             hides(diff, &mut hidden);
         }
     })?;
+    exclude(&mut below, filter)?;
     merge::overlay::apply(&mut below, layer)?;
     if let Some(scrub) = scrub {
         let judge = Judge {
@@ -69,8 +75,62 @@ pub(crate) fn squashed(
     Ok(below)
 }
 
+/// Takes out of merged layers what rules leave out; what that was. `below`: the layers that they lie
+/// on.
+pub(crate) fn judged(
+    store: &LayerStore,
+    manifests: &[(Digest, Manifest)],
+    below: &[(Digest, Manifest)],
+    rules: &Rules,
+    merged: &mut Layer,
+    hidden: &HashSet<Vec<u8>>,
+    writer: &mut LayerWriter,
+) -> Result<ScrubReport> {
+    let mut files: Vec<Box<dyn Files>> = Vec::new();
+    if rules.asks_git() {
+        files.push(Box::new(GitObjects::of(store, manifests, merged)?));
+        if !below.is_empty() {
+            let lower = merge::stack(store, below, false, &mut Warnings::default())?;
+            files.push(Box::new(GitObjects::of(store, below, &lower)?));
+        }
+    }
+    let scrub = Scrub::over(rules, files);
+    let judge = Judge {
+        store,
+        manifests,
+        upper: &Layer::new(false),
+        scrub: &scrub,
+    };
+    judge.all(merged, hidden, Some(writer))?;
+    match scrub.refusal() {
+        Some(refused) => Err(refused),
+        None => Ok(scrub.report(&[], merged)),
+    }
+}
+
+/// Takes out what excludes match, removals too: the layers below decide about it.
+fn exclude(layer: &mut Layer, filter: &Filter) -> Result<()> {
+    let mut gone = Vec::new();
+    let mut todo = vec![(Vec::new(), NodeId::ROOT)];
+    while let Some((path, directory)) = todo.pop() {
+        for (name, id) in layer.tree.children(directory) {
+            let path = join(&path, name);
+            let is_dir = layer.tree.node(id).kind.is_dir();
+            if filter.excludes_here(&path, is_dir) {
+                gone.push((directory, name.to_vec()));
+            } else if is_dir {
+                todo.push((path, id));
+            }
+        }
+    }
+    for (directory, name) in gone {
+        layer.tree.remove(directory, &name)?;
+    }
+    Ok(())
+}
+
 /// Paths below which a diff hides what lies under it.
-fn hides(diff: &Layer, hidden: &mut HashSet<Vec<u8>>) {
+pub(crate) fn hides(diff: &Layer, hidden: &mut HashSet<Vec<u8>>) {
     for entry in diff.tree.walk() {
         let directory = diff.tree.node(entry.id).kind.is_dir();
         if diff.is_whiteout(entry.id) || directory && diff.is_opaque(entry.id) {

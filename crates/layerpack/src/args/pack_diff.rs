@@ -23,13 +23,15 @@ pub(crate) struct PackDiffArgs {
     /// Use no rules, whatever the node has
     #[arg(long)]
     pub(crate) no_rules: bool,
-    /// Leave these paths as the layers below have them (repeatable)
+    /// Leave these paths as the layers below have them; with --squash, as those have them that are not
+    /// taken in (repeatable)
     #[arg(long, value_name = "PATTERN")]
     pub(crate) exclude: Vec<String>,
     /// Do everything but publish, and report
     #[arg(long)]
     pub(crate) dry_run: bool,
-    /// Take the diffs that the sandbox was made from into the snapshot
+    /// Take the diffs that the sandbox was made from into the snapshot; rules and excludes hold for
+    /// what comes from them too
     #[arg(long)]
     pub(crate) squash: bool,
     /// Leave the indexes of git repositories as the sandbox wrote them. They are refreshed

@@ -73,6 +73,13 @@ pub(crate) struct SnapshotSquashArgs {
     /// and does not go along when it is pushed
     #[arg(long)]
     pub(crate) all: bool,
+    /// What must not be in the result, whichever of the layers has it: a file of rules, or `standard`
+    /// for all built-in ones [default: ROOT/scrub.toml, if it is there]
+    #[arg(long, value_name = "FILE", conflicts_with = "no_rules")]
+    pub(crate) rules: Option<PathBuf>,
+    /// Use no rules, whatever the node has
+    #[arg(long)]
+    pub(crate) no_rules: bool,
     #[command(flatten)]
     pub(crate) sign: SignWithArgs,
     /// Label for people and tools (repeatable)

@@ -11,9 +11,7 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, bail};
 use fs_err::os::unix::fs::OpenOptionsExt as _;
-use layerpack_packer::{
-    Findings, IdMapRange, LowerLayer, PackDiffOptions, Rules, ScrubReport, Tally, snapshot,
-};
+use layerpack_packer::{IdMapRange, LowerLayer, PackDiffOptions, Rules, ScrubReport, snapshot};
 use layerpack_runtime::{Sandbox, SandboxState};
 use layerpack_store::{Kind, LayerName, LayerStore, ParentRef, Reference, Version};
 use rustix::fs::OFlags;
@@ -21,6 +19,7 @@ use serde::Serialize;
 
 use super::Outcome;
 use super::build::{labels, warn};
+use super::scrub_report;
 use crate::args::PackDiffArgs;
 use crate::context::{Context, require_root};
 use crate::launch::sandboxes;
@@ -29,7 +28,6 @@ use crate::progress::Reporter;
 use crate::published::{Published, platform};
 use crate::signing::Signer;
 use crate::thaw::Thaw;
-use crate::units::human_bytes;
 
 /// The node's rules, in its root directory: they count where `--rules` says nothing.
 pub(crate) const NODE_RULES: &str = "scrub.toml";
@@ -37,8 +35,6 @@ pub(crate) const NODE_RULES: &str = "scrub.toml";
 const STANDARD: &str = "standard";
 /// Largest rules file in bytes.
 const MAX_RULES: u64 = 1 << 20;
-/// Findings that the text form of a report names.
-const SHOWN: usize = 20;
 
 /// A snapshot in `-o json`.
 #[derive(Debug, Serialize)]
@@ -82,20 +78,7 @@ pub(super) fn run(context: &Context, args: PackDiffArgs) -> Outcome {
     let mut options = PackDiffOptions::new(reference, sandbox.upper.clone());
     (options.uid_map, options.gid_map) = id_maps(&sandbox);
     options.stack = parents(&sandbox)?;
-    if context.says_warnings() {
-        for parent in &options.stack {
-            if store.manifest(&parent.manifest).is_err() {
-                let name = parent
-                    .reference
-                    .as_ref()
-                    .map_or_else(|| parent.manifest.to_string(), ToString::to_string);
-                warning(&format!(
-                    "{name}, which the snapshot lies on, is not in the store {}: push it there too, or start the snapshot with --fetch-from",
-                    store.url()
-                ));
-            }
-        }
-    }
+    let kinds = kinds(context, &store, &options.stack, rules.is_some());
     if args.squash {
         options.squash = diffs_on_top(&store, &options.stack)?;
     }
@@ -108,7 +91,7 @@ pub(super) fn run(context: &Context, args: PackDiffArgs) -> Outcome {
     options.git_index = !args.no_git_index;
     options.dry_run = args.dry_run;
     options.cache = context.cache_dir().map(|cache| cache.join("build"));
-    options.lowers = lowers(&sandbox);
+    options.lowers = lowers(&sandbox, &kinds);
     options.scratch = sandbox.upper.parent().map(Path::to_owned);
     options.rules = rules;
 
@@ -178,74 +161,7 @@ impl Packed {
             )),
             _ => note(&format!("frozen for {}", halted.join(" and "))),
         }
-        let report = &self.report;
-        if report.rules.is_none() {
-            return;
-        }
-        let figures =
-            |tally: &Tally| format!("{} entries, {}", tally.entries, human_bytes(tally.bytes));
-        note(&format!("kept {}", figures(&report.kept)));
-        for (word, findings) in [
-            ("kept by rule", &report.kept_by_rule),
-            ("scrubbed", &report.scrubbed),
-            ("shortened", &report.shortened),
-            ("suspicious", &report.suspicious),
-            ("forbidden", &report.forbidden),
-        ] {
-            list(word, findings);
-        }
-        for below in report.still_below.iter().take(SHOWN) {
-            // What was left out takes nothing away; what was removed is hidden by the snapshot.
-            let remedy = if below.visible {
-                "shows in what is made of the snapshot; to hide it, remove it in the sandbox first"
-            } else {
-                "hidden, but there; `layerpack snapshot squash --all` makes one layer without it to push"
-            };
-            warning(&format!(
-                "{} ({}) is still in {}: {remedy}",
-                below.path,
-                below.rule,
-                below.layers.join(", "),
-            ));
-        }
-        for rule in &report.idle_git {
-            warning(&format!(
-                "{rule} did nothing: no repository that was changed has its commit"
-            ));
-        }
-        if report.too_large.entries > 0 {
-            note(&format!(
-                "not looked into for their size: {}",
-                figures(&report.too_large)
-            ));
-        }
-    }
-}
-
-fn list(word: &str, findings: &Findings) {
-    if findings.is_empty() {
-        return;
-    }
-    let total = &findings.total;
-    note(&format!(
-        "{word}: {} entries, {}",
-        total.entries,
-        human_bytes(total.bytes)
-    ));
-    for found in findings.named.iter().take(SHOWN) {
-        let pattern = found
-            .pattern
-            .as_ref()
-            .map_or_else(String::new, |pattern| format!(": {pattern}"));
-        note(&format!(
-            "  {} ({}{pattern}) {}",
-            found.path,
-            found.rule,
-            human_bytes(found.bytes)
-        ));
-    }
-    if findings.named.len() > SHOWN {
-        note(&format!("  and {} more", findings.named.len() - SHOWN));
+        scrub_report::note_all(&self.report);
     }
 }
 
@@ -314,26 +230,65 @@ fn diffs_on_top(store: &LayerStore, stack: &[ParentRef]) -> anyhow::Result<Vec<P
     Ok(on_top)
 }
 
-/// The layers below as they are mounted, topmost first.
-fn lowers(sandbox: &Sandbox) -> Vec<LowerLayer> {
+/// The kinds of the layers that the snapshot lies on, as far as they are known; `asks` if they matter.
+/// Warns of layers that the store does not have.
+fn kinds(
+    context: &Context,
+    store: &LayerStore,
+    stack: &[ParentRef],
+    asks: bool,
+) -> Vec<Option<Kind>> {
+    let says = context.says_warnings();
+    let kind = |parent: &ParentRef| {
+        let reference = parent.reference.as_ref();
+        let named = reference.map(|reference| reference.kind);
+        if !says && !asks {
+            return named;
+        }
+        let kind = store.manifest(&parent.manifest).map(|m| m.kind);
+        if kind.is_err() && says {
+            let name = reference.map_or_else(|| parent.manifest.to_string(), ToString::to_string);
+            warning(&format!(
+                "{name}, which the snapshot lies on, is not in the store {}: push it there too, or start the snapshot with --fetch-from",
+                store.url()
+            ));
+        }
+        kind.ok().or(named)
+    };
+    stack.iter().map(kind).collect()
+}
+
+/// The layers below as they are mounted, topmost first. `kinds`: those of the stack, as far as they are
+/// known.
+fn lowers(sandbox: &Sandbox, kinds: &[Option<Kind>]) -> Vec<LowerLayer> {
     let (paths, stack) = (&sandbox.spec.lowers, &sandbox.spec.stack);
     // There may be one more on top: what the node made of implicit directories.
     let own = paths.len().saturating_sub(stack.len());
     // Rows of diffs may be mounted as one.
     let named = own <= 1 && paths.len() >= stack.len();
+    let diffs = kinds
+        .iter()
+        .rev()
+        .take_while(|kind| **kind == Some(Kind::Diff));
+    let below = stack.len() - diffs.count().min(stack.len());
     paths
         .iter()
         .enumerate()
         .skip(if named { own } else { 0 })
         .map(|(index, path)| {
-            let layer = index
+            let place = index
                 .checked_sub(own)
                 .and_then(|above| stack.len().checked_sub(above + 1))
-                .and_then(|at| stack.get(at))
                 .filter(|_| named);
+            let layer = place.and_then(|at| stack.get(at));
+            let kind = place.and_then(|at| kinds.get(at)).copied().flatten();
             LowerLayer {
                 name: layer.map_or_else(|| path.display().to_string(), |l| l.reference.clone()),
                 path: path.clone(),
+                diff: match named {
+                    true => kind == Some(Kind::Diff),
+                    false => index + below < paths.len(),
+                },
             }
         })
         .collect()

@@ -16,25 +16,25 @@ use anyhow::Context as _;
 use axum::Json;
 use axum::Router;
 use axum::extract::rejection::JsonRejection;
-use axum::extract::{DefaultBodyLimit, State};
+use axum::extract::{ConnectInfo, DefaultBodyLimit, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::post;
 use layerpack_runtime::Sandbox;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::unix::SocketAddr;
-use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::net::UnixListener;
+use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
+use super::connections::{OfSandbox, Peer, pid_namespace};
 use super::handlers::Refusal;
 use super::packing;
 use crate::api;
 use crate::launch::{PACK_DIFF_LABEL, RULES_FILE, sandboxes};
 use crate::policy::matches;
 
-/// Connections of one sandbox at a time; more are closed.
-const MOST_CONNECTIONS: usize = 8;
+/// Snapshots that one sandbox may have asked for at a time, those that wait for their turn included,
+/// whether or not anybody still waits for the answer.
+const MOST_SNAPSHOTS: usize = 8;
 /// Largest request of a sandbox in bytes.
 const MAX_REQUEST: usize = 64 << 10;
 
@@ -49,6 +49,7 @@ pub(super) struct Channels {
 struct Channel {
     root: PathBuf,
     id: String,
+    snapshots: Arc<Semaphore>,
 }
 
 impl Channels {
@@ -73,19 +74,17 @@ impl Channels {
             .context("the sandbox's processes cannot be told from others")?;
         let listener = bind(&sandbox.channel)
             .with_context(|| format!("cannot listen in {}", sandbox.channel.display()))?;
-        let listener = OfSandbox {
-            inner: listener,
-            namespace,
-            free: Arc::new(Semaphore::new(MOST_CONNECTIONS)),
-        };
+        let listener = OfSandbox::new(listener, namespace);
         let channel = Arc::new(Channel {
             root: root.to_owned(),
             id: id.clone(),
+            snapshots: Arc::new(Semaphore::new(MOST_SNAPSHOTS)),
         });
         let router = Router::new()
             .route(api::INSIDE, post(pack_diff))
             .layer(DefaultBodyLimit::max(MAX_REQUEST))
-            .with_state(channel);
+            .with_state(channel)
+            .into_make_service_with_connect_info::<Peer>();
         let task = tokio::spawn(async move {
             if let Err(error) = axum::serve(listener, router).await {
                 tracing::warn!(%error, "a channel ended");
@@ -125,109 +124,12 @@ fn bind(directory: &Path) -> std::io::Result<UnixListener> {
     Ok(listener)
 }
 
-fn pid_namespace(pid: i32) -> Option<PathBuf> {
-    fs_err::read_link(format!("/proc/{pid}/ns/pid")).ok()
-}
-
-/// Accepts connections of one sandbox's processes, so many at a time.
-#[derive(Debug)]
-struct OfSandbox {
-    inner: UnixListener,
-    namespace: PathBuf,
-    free: Arc<Semaphore>,
-}
-
-impl OfSandbox {
-    fn is_inside(&self, stream: &UnixStream) -> bool {
-        stream
-            .peer_cred()
-            .ok()
-            .and_then(|peer| peer.pid())
-            .and_then(pid_namespace)
-            .is_some_and(|namespace| namespace == self.namespace)
-    }
-}
-
-impl axum::serve::Listener for OfSandbox {
-    type Io = Counted;
-    type Addr = SocketAddr;
-
-    async fn accept(&mut self) -> (Counted, SocketAddr) {
-        loop {
-            match self.inner.accept().await {
-                Ok((stream, _)) if !self.is_inside(&stream) => {
-                    tracing::warn!("dropped a connection to a sandbox's channel from elsewhere");
-                }
-                Ok((stream, peer)) => match Arc::clone(&self.free).try_acquire_owned() {
-                    Ok(permit) => {
-                        return (
-                            Counted {
-                                stream,
-                                _permit: permit,
-                            },
-                            peer,
-                        );
-                    }
-                    Err(_) => tracing::warn!("a sandbox has too many connections"),
-                },
-                Err(error) => {
-                    tracing::warn!(%error, "cannot accept a sandbox's connection");
-                    tokio::time::sleep(std::time::Duration::from_millis(200)).await;
-                }
-            }
-        }
-    }
-
-    fn local_addr(&self) -> std::io::Result<SocketAddr> {
-        self.inner.local_addr()
-    }
-}
-
-/// A connection, counted while it lasts.
-#[derive(Debug)]
-struct Counted {
-    stream: UnixStream,
-    _permit: OwnedSemaphorePermit,
-}
-
-impl AsyncRead for Counted {
-    fn poll_read(
-        mut self: std::pin::Pin<&mut Self>,
-        context: &mut std::task::Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> std::task::Poll<std::io::Result<()>> {
-        std::pin::Pin::new(&mut self.stream).poll_read(context, buffer)
-    }
-}
-
-impl AsyncWrite for Counted {
-    fn poll_write(
-        mut self: std::pin::Pin<&mut Self>,
-        context: &mut std::task::Context<'_>,
-        bytes: &[u8],
-    ) -> std::task::Poll<std::io::Result<usize>> {
-        std::pin::Pin::new(&mut self.stream).poll_write(context, bytes)
-    }
-
-    fn poll_flush(
-        mut self: std::pin::Pin<&mut Self>,
-        context: &mut std::task::Context<'_>,
-    ) -> std::task::Poll<std::io::Result<()>> {
-        std::pin::Pin::new(&mut self.stream).poll_flush(context)
-    }
-
-    fn poll_shutdown(
-        mut self: std::pin::Pin<&mut Self>,
-        context: &mut std::task::Context<'_>,
-    ) -> std::task::Poll<std::io::Result<()>> {
-        std::pin::Pin::new(&mut self.stream).poll_shutdown(context)
-    }
-}
-
 async fn pack_diff(
     State(channel): State<Arc<Channel>>,
+    ConnectInfo(peer): ConnectInfo<Peer>,
     body: Result<Json<api::InsideRequest>, JsonRejection>,
 ) -> Response {
+    let _busy = peer.busy();
     let request = match super::handlers::parsed(body) {
         Ok(request) => request,
         Err(refusal) => return refusal.into_response(),
@@ -272,5 +174,12 @@ async fn pack(
         squash: request.squash,
         no_git_index: request.no_git_index,
     };
-    packing::pack(&channel.root, &sandbox, &request).await
+    let turn = Arc::clone(&channel.snapshots);
+    let turn = turn.try_acquire_owned().map_err(|_| {
+        let why = format!(
+            "{MOST_SNAPSHOTS} snapshots of this sandbox are being made or wait for their turn: ask again when one has ended"
+        );
+        Refusal::with(StatusCode::SERVICE_UNAVAILABLE, why)
+    })?;
+    packing::pack(&channel.root, &sandbox, &request, Some(turn)).await
 }

@@ -13,6 +13,7 @@ use axum::extract::State;
 use axum::extract::rejection::JsonRejection;
 use axum::http::StatusCode;
 use layerpack_runtime::Sandbox;
+use tokio::sync::OwnedSemaphorePermit;
 
 use super::handlers::{Refusal, Reply, Server, parsed};
 use crate::api;
@@ -37,14 +38,15 @@ pub(super) async fn pack_diff(
     let request = parsed(body)?;
     let root = server.root();
     let sandbox = find(root, request.sandbox.clone()).await?;
-    pack(root, &sandbox, &request).await.map(Json)
+    pack(root, &sandbox, &request, None).await.map(Json)
 }
 
-/// Makes the snapshot; gives its report.
+/// Makes the snapshot; gives its report. `turn` is held until it has ended, also if the caller hangs up.
 pub(super) async fn pack(
     root: &Path,
     sandbox: &Sandbox,
     request: &api::PackRequest,
+    turn: Option<OwnedSemaphorePermit>,
 ) -> Result<serde_json::Value, Refusal> {
     if request.labels.len() > MOST_ITEMS || request.excludes.len() > MOST_ITEMS {
         let why = format!("more than {MOST_ITEMS} labels or patterns");
@@ -94,13 +96,17 @@ pub(super) async fn pack(
         }
     }
     // It outlives a caller that hangs up: what it began is finished or undone by itself.
-    let output = tokio::task::spawn_blocking(move || command.output())
-        .await
-        .map_err(|error| Refusal::with(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?
-        .map_err(|error| {
-            let why = format!("cannot start packing: {error}");
-            Refusal::with(StatusCode::INTERNAL_SERVER_ERROR, why)
-        })?;
+    let output = tokio::task::spawn_blocking(move || {
+        let output = command.output();
+        drop(turn);
+        output
+    })
+    .await
+    .map_err(|error| Refusal::with(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?
+    .map_err(|error| {
+        let why = format!("cannot start packing: {error}");
+        Refusal::with(StatusCode::INTERNAL_SERVER_ERROR, why)
+    })?;
     let said = String::from_utf8_lossy(&output.stderr);
     let report = serde_json::from_slice(&output.stdout);
     match report {

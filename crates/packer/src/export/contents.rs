@@ -63,6 +63,21 @@ impl Contents {
         })
     }
 
+    /// A chunk by itself, whatever was expected.
+    pub(crate) fn one(&self, digest: &Digest) -> Result<Vec<u8>> {
+        let missing =
+            || PackError::unsupported(b"", format!("chunk {digest} is not in the layer's map"));
+        let (layer, extent) = self.places.get(digest).ok_or_else(missing)?;
+        let (map, locator) = self.layers.get(*layer).ok_or_else(missing)?;
+        let mut found = None;
+        self.store
+            .read_chunks(map, locator, &[*extent], &mut |_, bytes| {
+                found = Some(bytes.to_vec());
+                Ok(())
+            })?;
+        found.ok_or_else(missing)
+    }
+
     fn fill(&mut self) -> Result<()> {
         self.window.clear();
         let mut wanted: Vec<Vec<usize>> = vec![Vec::new(); self.layers.len()];

@@ -8,6 +8,8 @@
 mod load;
 pub(crate) mod overlay;
 
+use std::collections::HashSet;
+
 use layerpack_store::{Digest, Kind, LayerStore, Manifest, ParentRef, Reference, WriterOptions};
 
 pub(crate) use load::load;
@@ -17,6 +19,8 @@ use crate::image::CONFIG;
 use crate::layout;
 use crate::model::Layer;
 use crate::options::{BuildReport, Progress};
+use crate::scrub::{Rules, ScrubReport};
+use crate::squash;
 use crate::warnings::Warnings;
 
 /// Longest text of a manifest's parameter in bytes.
@@ -68,6 +72,42 @@ pub fn merge(
     options: &MergeOptions,
     progress: &dyn Progress,
 ) -> Result<BuildReport> {
+    merged_with(store, options, &[], None, progress).map(|(report, _)| report)
+}
+
+/// What [`merge_with_rules`] did.
+#[derive(Debug)]
+pub struct MergeWithRulesReport {
+    /// As of a merge without rules.
+    pub merged: BuildReport,
+    /// What rules did.
+    pub scrub: ScrubReport,
+}
+
+/// Merges layers without what rules leave out, and publishes the result: rules hold for all of it, as
+/// for what [`crate::snapshot`] takes in. Commits that rules about git name are looked for in the
+/// layers and in `below`, on which they lie, bottom first.
+///
+/// # Errors
+/// As [`merge`]; [`PackError::Forbidden`] if a rule forbids something. Nothing is published then.
+pub fn merge_with_rules(
+    store: &LayerStore,
+    options: &MergeOptions,
+    below: &[(Digest, Manifest)],
+    rules: &Rules,
+    progress: &dyn Progress,
+) -> Result<MergeWithRulesReport> {
+    let (merged, scrub) = merged_with(store, options, below, Some(rules), progress)?;
+    Ok(MergeWithRulesReport { merged, scrub })
+}
+
+fn merged_with(
+    store: &LayerStore,
+    options: &MergeOptions,
+    below: &[(Digest, Manifest)],
+    rules: Option<&Rules>,
+    progress: &dyn Progress,
+) -> Result<(BuildReport, ScrubReport)> {
     let clock = crate::cpu::Clock::start();
     progress.phase("read");
     let mut manifests: Vec<(Digest, Manifest)> = Vec::with_capacity(options.layers.len());
@@ -75,14 +115,32 @@ pub fn merge(
         manifests.push(store.load(reference)?);
     }
     check(options, &manifests)?;
+    let bottom = options.reference.kind == Kind::Base;
     let mut warnings = Warnings::default();
-    let mut layer = stack(
-        store,
-        &manifests,
-        options.reference.kind == Kind::Base,
-        &mut warnings,
-    )?;
-    if options.reference.kind == Kind::Base {
+    let mut hidden = HashSet::new();
+    let mut layer = stack_seen(store, &manifests, bottom, &mut warnings, &mut |diff| {
+        if rules.is_some() {
+            squash::hides(diff, &mut hidden);
+        }
+    })?;
+    let writer = || {
+        store.writer(WriterOptions {
+            level: options.level,
+            jobs: 1,
+            ..WriterOptions::default()
+        })
+    };
+    let mut early = None;
+    let mut scrubbed = ScrubReport::default();
+    if let Some(rules) = rules {
+        let writer = early.insert(writer()?);
+        let judged = squash::judged(store, &manifests, below, rules, &mut layer, &hidden, writer);
+        scrubbed = match judged {
+            Ok(report) => report,
+            Err(error) => return Err(warnings.tell(error, progress)),
+        };
+    }
+    if bottom {
         overlay::bottom(&mut layer)?;
     }
 
@@ -104,12 +162,15 @@ pub fn merge(
     draft
         .parameters
         .insert("merged".to_owned(), merged(&manifests));
-    let mut writer = store.writer(WriterOptions {
-        level: options.level,
-        jobs: 1,
-        ..WriterOptions::default()
-    })?;
-    if options.reframe {
+    if let Some(rules) = rules {
+        let digest = rules.digest().to_string();
+        draft.parameters.insert("scrub-rules".to_owned(), digest);
+    }
+    let mut writer = match early {
+        Some(writer) => writer,
+        None => writer()?,
+    };
+    if options.reframe || rules.is_some() {
         writer.reframe(&finished.draft.map.load()?)?;
     }
     let made = writer
@@ -117,14 +178,15 @@ pub fn merge(
         .map(|published| (published, finished.counts, finished.meta_bytes))
         .map_err(PackError::from);
     let ((published, counts, meta_bytes), warnings) = warnings.close(made, progress)?;
-    Ok(BuildReport {
+    let report = BuildReport {
         published,
         counts,
         meta_bytes,
         warnings,
         cpu_seconds: clock.seconds(),
         git: Vec::new(),
-    })
+    };
+    Ok((report, scrubbed))
 }
 
 /// The layers' merge, whiteouts and marks kept. `bottom`: nothing will lie below it.

@@ -11,8 +11,9 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use super::Asked;
+use super::links::{self, Linked};
 use super::report::StillBelow;
-use crate::model::OPAQUE;
+use crate::model::{Layer, OPAQUE};
 use crate::path::components;
 
 /// A layer below the upper, as a directory of this machine.
@@ -22,11 +23,13 @@ pub struct LowerLayer {
     pub name: String,
     /// Where it is mounted.
     pub path: PathBuf,
+    /// Whether it is a diff, or several in one: what sandboxes wrote.
+    pub diff: bool,
 }
 
-/// Those of `asked` that a layer holds. `lowers` come topmost first; one that cannot be looked into
-/// holds nothing.
-pub(super) fn find(lowers: &[LowerLayer], asked: Vec<Asked>) -> Vec<StillBelow> {
+/// Those of `asked` that a layer holds below `layer`. `lowers` come topmost first; one that cannot be
+/// looked into holds nothing.
+pub(super) fn find(lowers: &[LowerLayer], layer: &Layer, asked: Vec<Asked>) -> Vec<StillBelow> {
     if asked.is_empty() {
         return Vec::new();
     }
@@ -39,19 +42,26 @@ pub(super) fn find(lowers: &[LowerLayer], asked: Vec<Asked>) -> Vec<StillBelow> 
         })
         .collect();
     let mut found = Vec::new();
+    let (mut linked, mut paths) = (Vec::new(), Vec::new());
     for asked in asked {
         let path = &asked.path;
         let mut layers = Vec::new();
         let mut visible = false;
+        let mut several = Vec::new();
         for (at, (name, root)) in roots.iter().enumerate() {
             match look(root, path) {
                 Found::Directory if asked.whole && is_empty(root, path) => {}
-                Found::Entry | Found::Directory => {
+                found @ (Found::Entry | Found::Directory) => {
                     // What lies under another layer's entry or whiteout does not show.
                     let mut above = roots.iter().take(at);
                     visible |= layers.is_empty()
                         && !asked.hidden
                         && !above.any(|(_, root)| hides(root, path));
+                    let directory = matches!(found, Found::Directory);
+                    if layers.is_empty() && (asked.whole || !directory) {
+                        let numbers = links::numbers(root, path, directory);
+                        several = numbers.into_iter().map(|inode| (at, inode)).collect();
+                    }
                     layers.push((*name).to_owned());
                 }
                 Found::Whiteout => break,
@@ -59,15 +69,31 @@ pub(super) fn find(lowers: &[LowerLayer], asked: Vec<Asked>) -> Vec<StillBelow> 
             }
         }
         if !layers.is_empty() {
+            linked.extend(several.into_iter().map(|(layer, inode)| Linked {
+                finding: found.len(),
+                layer,
+                inode,
+            }));
             found.push(StillBelow {
                 path: format!("/{}", crate::show(path)),
                 rule: asked.rule,
                 layers,
                 visible,
+                links: Vec::new(),
             });
+            paths.push(asked.path);
         }
     }
+    if !linked.is_empty() {
+        let roots: Vec<&OwnedFd> = roots.iter().map(|(_, root)| root).collect();
+        links::name(&roots, layer, &linked, &mut found, &paths);
+    }
     found
+}
+
+/// Whether a layer has a path, or hides it in those below.
+pub(super) fn covers(root: &OwnedFd, path: &[u8]) -> bool {
+    !matches!(look(root, path), Found::Nothing) || hides(root, path)
 }
 
 enum Found {

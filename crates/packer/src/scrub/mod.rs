@@ -7,6 +7,7 @@
 
 mod below;
 mod history;
+mod links;
 mod report;
 mod rules;
 mod secrets;
@@ -22,12 +23,13 @@ use layerpack_erofs::Metadata;
 use rustix::fs::FileType;
 
 pub use below::LowerLayer;
+pub(crate) use history::objects::{Files, ReadAt};
 pub use report::{Finding, Findings, ScrubReport, StillBelow, Tally};
 pub use rules::Rules;
 
 use crate::error::PackError;
 use crate::model::Layer;
-use history::{Fate, History, Limit};
+use history::{Fate, History};
 use rules::{Action, Facts, GitRule, Rule, Type};
 use stream::Search;
 
@@ -130,14 +132,19 @@ impl<'a> Scrub<'a> {
     pub(crate) fn new(rules: &'a Rules, upper: &Path, lowers: &[LowerLayer]) -> Self {
         let lowers = lowers.iter().map(|lower| lower.path.as_path());
         let roots = [upper].into_iter().chain(lowers);
-        let none = std::iter::empty();
+        let files = match rules.git.is_empty() {
+            true => Vec::new(),
+            false => history::mounted(roots),
+        };
+        Self::over(rules, files)
+    }
+
+    /// The same, with git's objects in the files of these layers, topmost first.
+    pub(crate) fn over(rules: &'a Rules, files: Vec<Box<dyn Files>>) -> Self {
         Self {
             rules,
             state: Mutex::default(),
-            history: Mutex::new(match rules.git.is_empty() {
-                true => History::new(none),
-                false => History::new(roots),
-            }),
+            history: Mutex::new(History::new(files)),
         }
     }
 
@@ -294,14 +301,14 @@ impl<'a> Scrub<'a> {
         if !git && self.rules.inside(&facts).next().is_none() {
             return Look::Not;
         }
-        if size <= self.rules.max_content {
+        if size <= self.rules.max_content || git && size <= history::MOST_READ {
             return Look::Whole;
         }
         let suspects = |rule: &Rule| rule.action == Action::Suspicious;
-        if git || self.rules.inside(&facts).any(suspects) {
+        if self.rules.inside(&facts).any(suspects) {
             self.state().report.too_large.add(size);
         }
-        match self.rules.inside(&facts).any(|rule| !suspects(rule)) {
+        match git || self.rules.inside(&facts).any(|rule| !suspects(rule)) {
             true => Look::Stream,
             false => Look::Not,
         }
@@ -320,6 +327,9 @@ impl<'a> Scrub<'a> {
 
     /// Judges a file by what such a look found in all of it.
     pub(crate) fn searched(&self, path: &[u8], size: u64, search: Search<'_>) -> Judged {
+        if size > history::MOST_READ && self.is_unreadable(path, size) {
+            return Judged::Leave;
+        }
         match search.found() {
             Some((rule, pattern)) => self.held(path, rule, pattern, size),
             None => Judged::Pack,
@@ -394,55 +404,64 @@ impl<'a> Scrub<'a> {
         let mut bytes = bytes.to_vec();
         let whole = bytes.len();
         let mut by = None;
-        for rule in self
-            .rules
-            .git
-            .iter()
-            .filter(|r| r.is_about(named.directory))
-        {
+        for rule in self.git_rules(named.directory) {
             // A repository that does not have the commit is another one.
-            let Some(time) = history.time(named.directory, &rule.newer_than) else {
-                self.state().git_of(rule, false);
+            let limit = history.commit(named.directory, &rule.newer_than);
+            self.state().git_of(&rule.name, limit.is_some());
+            let Some(limit) = limit else { continue };
+            if history::is_unread(&named) {
+                let found = by_git(path, rule, "reftable", whole as u64);
+                self.state().report.suspicious.push(found);
                 continue;
-            };
-            self.state().git_of(rule, true);
-            let limit = Limit {
-                id: &rule.newer_than,
-                time,
-            };
+            }
             match history.fate(&named, &bytes, &limit) {
                 Fate::Stays => {}
-                Fate::Goes => {
-                    let size = whole as u64;
-                    let mut state = self.state();
-                    state.report.kept.take(size);
-                    state.report.scrubbed.push(Finding {
-                        path: format!("/{}", crate::show(path)),
-                        rule: rule.name.clone(),
-                        pattern: Some("newer-commit".to_owned()),
-                        entries: 1,
-                        bytes: size,
-                    });
-                    state.ask_below(path, &rule.name, false);
+                Fate::Goes(why) => {
+                    self.goes_by_git(path, rule, why.word(), whole as u64);
                     return Judged::Leave;
                 }
-                Fate::Shorter(left) => {
+                Fate::Shorter(left, why) => {
                     bytes = left;
-                    by = Some(rule);
+                    by = Some((rule, why));
                 }
             }
         }
-        let Some(rule) = by else {
+        let Some((rule, why)) = by else {
             return Judged::Pack;
         };
-        self.state().report.shortened.push(Finding {
-            path: format!("/{}", crate::show(path)),
-            rule: rule.name.clone(),
-            pattern: Some("newer-commit".to_owned()),
-            entries: 1,
-            bytes: (whole - bytes.len()) as u64,
-        });
+        let less = (whole - bytes.len()) as u64;
+        let found = by_git(path, rule, why.word(), less);
+        self.state().report.shortened.push(found);
         Judged::Instead(bytes)
+    }
+
+    /// Whether a file of git is too large to be looked into and goes for that.
+    fn is_unreadable(&self, path: &[u8], size: u64) -> bool {
+        let Some(named) = history::named(path) else {
+            return false;
+        };
+        let mut history = self.history.lock().unwrap_or_else(PoisonError::into_inner);
+        for rule in self.git_rules(named.directory) {
+            let has = history.commit(named.directory, &rule.newer_than).is_some();
+            self.state().git_of(&rule.name, has);
+            if has {
+                self.goes_by_git(path, rule, "too-large", size);
+                return true;
+            }
+        }
+        false
+    }
+
+    fn git_rules<'r>(&'r self, repository: &'r [u8]) -> impl Iterator<Item = &'r GitRule> {
+        let rules = self.rules.git.iter();
+        rules.filter(move |rule| rule.is_about(repository))
+    }
+
+    fn goes_by_git(&self, path: &[u8], rule: &GitRule, why: &str, size: u64) {
+        let mut state = self.state();
+        state.report.kept.take(size);
+        state.report.scrubbed.push(by_git(path, rule, why, size));
+        state.ask_below(path, &rule.name, false);
     }
 
     /// The error of what rules forbid, if they do.
@@ -473,7 +492,15 @@ impl<'a> Scrub<'a> {
         let mut state = std::mem::take(&mut *self.state());
         let mut asked = std::mem::take(&mut state.below);
         asked.extend(untouched::find(self.rules, lowers, layer, &asked));
-        state.report.still_below = below::find(lowers, asked);
+        state.report.still_below = below::find(lowers, layer, asked);
+        let mut history = self.history.lock().unwrap_or_else(PoisonError::into_inner);
+        let seen = history::find(&self.rules.git, &mut history, lowers, layer);
+        drop(history);
+        for (rule, has) in &seen.rules {
+            state.git_of(rule, *has);
+        }
+        state.report.git_below = seen.found;
+        state.report.git_unseen = seen.unseen;
         state.report.idle_git = state
             .git
             .into_iter()
@@ -485,8 +512,8 @@ impl<'a> Scrub<'a> {
 }
 
 impl State {
-    fn git_of(&mut self, rule: &GitRule, has: bool) {
-        *self.git.entry(rule.name.clone()).or_default() |= has;
+    fn git_of(&mut self, rule: &str, has: bool) {
+        *self.git.entry(rule.to_owned()).or_default() |= has;
     }
 
     fn ask_below(&mut self, path: &[u8], rule: &str, hidden: bool) {
@@ -531,6 +558,16 @@ fn finding(path: &[u8], rule: &Rule, directory: bool, size: u64) -> Finding {
         pattern: None,
         entries: u64::from(!directory),
         bytes: if directory { 0 } else { size },
+    }
+}
+
+fn by_git(path: &[u8], rule: &GitRule, why: &str, bytes: u64) -> Finding {
+    Finding {
+        path: format!("/{}", crate::show(path)),
+        rule: rule.name.clone(),
+        pattern: Some(why.to_owned()),
+        entries: 1,
+        bytes,
     }
 }
 

@@ -53,6 +53,10 @@ pub struct StillBelow {
     pub layers: Vec<String>,
     /// Whether the restored sandbox shows it: not if the snapshot removes it.
     pub visible: bool,
+    /// Other names of the same file in the topmost of these layers that the restored sandbox shows: the
+    /// first of them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub links: Vec<String>,
 }
 
 /// Findings, of which the first are named.
@@ -113,7 +117,12 @@ pub struct ScrubReport {
     pub still_below: Vec<StillBelow>,
     /// Files that were too large for a look at their contents.
     pub too_large: Tally,
-    /// Rules about git's history whose commit no repository has that the sandbox wrote to: they did
-    /// nothing.
+    /// Rules about git's history whose commit no repository has that the sandbox, or a diff below it,
+    /// wrote to: they did nothing.
     pub idle_git: Vec<String>,
+    /// Files of git in diffs below that name newer commits and that the restored sandbox shows: rules
+    /// hold for what diffs have only where the snapshot takes them in.
+    pub git_below: Vec<StillBelow>,
+    /// Diffs below that were not looked through for such files to the end.
+    pub git_unseen: Vec<String>,
 }

@@ -254,6 +254,11 @@ impl Rules {
             .collect()
     }
 
+    /// Whether any rule is about git's history.
+    pub(crate) fn asks_git(&self) -> bool {
+        !self.git.is_empty()
+    }
+
     /// Whether any rule looks at contents.
     pub(super) fn looks_inside(&self) -> bool {
         self.rules.iter().any(Rule::looks_inside)

@@ -94,7 +94,7 @@ fn homes_in(lowers: &[LowerLayer]) -> BTreeSet<Vec<u8>> {
 }
 
 /// Whether a layer hides what lies below it at a path.
-fn hides(layer: &Layer, path: &[u8]) -> bool {
+pub(super) fn hides(layer: &Layer, path: &[u8]) -> bool {
     let mut here = layerpack_erofs::NodeId::ROOT;
     for name in components(path) {
         if layer.is_opaque(here) {

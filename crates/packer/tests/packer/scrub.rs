@@ -5,7 +5,8 @@ use std::time::SystemTime;
 
 use layerpack_fixtures::ScratchDir;
 use layerpack_packer::{
-    LowerLayer, OverlayXattrs, PackDiffOptions, PackDiffReport, PackError, Rules, Silent, pack_diff,
+    LowerLayer, MergeOptions, OverlayXattrs, PackDiffOptions, PackDiffReport, PackError, Rules,
+    Silent, merge_with_rules, pack_diff,
 };
 use layerpack_store::LayerStore;
 use rustix::fs::{XattrFlags, setxattr};
@@ -255,6 +256,7 @@ fn what_is_in_a_layer_below_is_said() {
         .map(|(name, path)| LowerLayer {
             name: name.to_owned(),
             path: path.clone(),
+            diff: false,
         })
         .into();
     let report = pack_diff(&memory_store(), &with, &Silent).unwrap();
@@ -342,6 +344,23 @@ fn git_forgets_what_is_newer_than_a_commit() {
         git(&repository, 1, &["branch", "forged"]);
         git(&repository, 1, &["reset", "-q", "--hard", "HEAD^"]);
         git(&repository, 5, &["checkout", "-q", "b2"]);
+        // Commits that say they are old: on top of the named one, beside it, and of no origin.
+        let tree = git(&repository, 1, &["rev-parse", "HEAD^{tree}"]);
+        for (name, on) in [("late", Some(1)), ("beside", Some(0)), ("orphan", None)] {
+            let mut arguments = vec!["commit-tree", "-m", name, &tree];
+            if let Some(on) = on {
+                arguments.extend(["-p", commits[on].as_str()]);
+            }
+            let id = git(&repository, 1, &arguments);
+            git(&repository, 1, &["branch", name, &id]);
+            git(
+                &repository,
+                1,
+                &["tag", "-a", "-m", "t", &format!("v-{name}"), &id],
+            );
+        }
+        let merging = format!("{}\n{}\n", commits[0], commits[3]);
+        write(&repository, ".git/MERGE_HEAD", merging);
         if in_packs {
             // Its commits are years old: they would be expired with the packing.
             let keep = ["gc.reflogExpire=never", "gc.reflogExpireUnreachable=never"];
@@ -376,6 +395,7 @@ fn git_forgets_what_is_newer_than_a_commit() {
             "1"
         );
         assert!(tree.has("job/repo/.git/HEAD"));
+        assert!(!tree.has("job/repo/.git/MERGE_HEAD"));
         let gone = report.scrub.scrubbed.total.entries + report.scrub.shortened.total.entries;
         assert!(gone >= 2, "{:?}", report.scrub);
         assert!(
@@ -393,5 +413,158 @@ fn git_forgets_what_is_newer_than_a_commit() {
         options.dry_run = true;
         let report = pack_diff(&store, &options, &Silent).unwrap();
         assert_eq!(report.scrub.idle_git, ["future"]);
+    }
+}
+
+/// A repository with two commits, on `main` and on `next`; their ids.
+fn two_commits(repository: &Path) -> [String; 2] {
+    git(repository, 1, &["init", "-q", "-b", "main"]);
+    let commit = ["commit", "-q", "--allow-empty", "-m", "m"];
+    git(repository, 1, &commit);
+    let first = git(repository, 1, &["rev-parse", "HEAD"]);
+    git(repository, 2, &["checkout", "-q", "-b", "next"]);
+    git(repository, 2, &commit);
+    let second = git(repository, 2, &["rev-parse", "HEAD"]);
+    git(repository, 3, &["checkout", "-q", "main"]);
+    [first, second]
+}
+
+#[test]
+fn git_of_a_diff_below_is_told() {
+    if layerpack_fixtures::find_tool("git").is_none() {
+        layerpack_fixtures::skip!("needs git");
+    }
+    let scratch = ScratchDir::new("below-git").unwrap();
+    let [upper, diff, base] = ["upper", "diff", "base"].map(|name| scratch.mkdir(name).unwrap());
+    let repository = scratch.mkdir("diff/job/repo").unwrap();
+    let [first, second] = two_commits(&repository);
+    // The base's own history is not the sandbox's.
+    let own = scratch.mkdir("base/src").unwrap();
+    git(&own, 1, &["clone", "-q", repository.to_str().unwrap(), "."]);
+    let report = |commit: &str| {
+        let rules = format!("[[git]]\nname = \"future\"\nnewer-than = \"{commit}\"\n");
+        let mut with = options(&upper, &rules);
+        with.lowers = [("diff/d:1", &diff, true), ("base/b:1", &base, false)]
+            .map(|(name, path, diff)| LowerLayer {
+                name: name.to_owned(),
+                path: path.clone(),
+                diff,
+            })
+            .into();
+        pack_diff(&memory_store(), &with, &Silent).unwrap().scrub
+    };
+    let told = report(&first);
+    let paths: Vec<&str> = told.git_below.iter().map(|b| b.path.as_str()).collect();
+    assert!(
+        paths.contains(&"/job/repo/.git/refs/heads/next")
+            && paths.contains(&"/job/repo/.git/logs/HEAD")
+            && !paths.contains(&"/job/repo/.git/refs/heads/main"),
+        "{paths:?}"
+    );
+    assert!(
+        told.git_below
+            .iter()
+            .all(|b| b.layers == ["diff/d:1"] && b.rule == "future")
+    );
+    assert!(told.idle_git.is_empty() && told.git_unseen.is_empty());
+    // Nothing to tell of the newest commit; a commit that no repository has is told as ever.
+    let told = report(&second);
+    assert!(
+        told.git_below.is_empty() && told.idle_git.is_empty(),
+        "{told:?}"
+    );
+    let told = report(&"ab".repeat(20));
+    assert!(told.git_below.is_empty());
+    assert_eq!(told.idle_git, ["future"]);
+    // What the sandbox removed does not show.
+    whiteout(&upper, "job/repo");
+    let told = report(&first);
+    assert!(told.git_below.is_empty(), "{:?}", told.git_below);
+}
+
+#[test]
+fn files_of_git_that_are_not_read_do_not_stay_in_silence() {
+    if layerpack_fixtures::find_tool("git").is_none() {
+        layerpack_fixtures::skip!("needs git");
+    }
+    let scratch = ScratchDir::new("unread-git").unwrap();
+    let upper = scratch.mkdir("upper").unwrap();
+    let repository = scratch.mkdir("upper/repo").unwrap();
+    let [first, second] = two_commits(&repository);
+    // Above `max-content`, with a reference to a newer commit at its end.
+    let padding = "# padding\n".repeat(100);
+    let packed_refs = format!("{padding}{first} refs/heads/a\n{second} refs/heads/b\n");
+    write(&repository, ".git/packed-refs", packed_refs);
+    write(&repository, ".git/reftable/0x1.ref", "REFT");
+    let huge = fs_err::File::create(repository.join(".git/FETCH_HEAD")).unwrap();
+    huge.set_len(65 << 20).unwrap();
+    let rules = format!("max-content = \"100\"\n[[git]]\nnewer-than = \"{first}\"\n");
+    let (tree, report) = packed(&memory_store(), &options(&upper, &rules));
+    let left = tree.get("repo/.git/packed-refs").content();
+    assert_eq!(
+        String::from_utf8(left).unwrap(),
+        format!("{padding}{first} refs/heads/a\n")
+    );
+    assert!(!tree.has("repo/.git/FETCH_HEAD"));
+    let pattern = |path: &str, all: &layerpack_packer::Findings| {
+        let found = all.named.iter().find(|f| f.path == path);
+        found.and_then(|f| f.pattern.clone())
+    };
+    let scrub = &report.scrub;
+    assert_eq!(
+        pattern("/repo/.git/FETCH_HEAD", &scrub.scrubbed).as_deref(),
+        Some("too-large")
+    );
+    assert_eq!(
+        pattern("/repo/.git/reftable/0x1.ref", &scrub.suspicious).as_deref(),
+        Some("reftable")
+    );
+    assert_eq!(scrub.too_large.entries, 0);
+}
+
+#[test]
+fn git_of_layers_in_the_store_forgets_too() {
+    if layerpack_fixtures::find_tool("git").is_none() {
+        layerpack_fixtures::skip!("needs git");
+    }
+    for in_packs in [false, true] {
+        let scratch = ScratchDir::new("stored-git").unwrap();
+        let [low, high] = ["low", "high"].map(|name| scratch.mkdir(name).unwrap());
+        let repository = scratch.mkdir("low/job/repo").unwrap();
+        let [first, second] = two_commits(&repository);
+        if in_packs {
+            git(&repository, 3, &["repack", "-adq"]);
+        }
+        write(&high, "job/repo/.git/refs/heads/x", format!("{second}\n"));
+        write(&high, "job/repo/.git/refs/heads/y", format!("{first}\n"));
+        let store = memory_store();
+        for (n, upper) in [(1, &low), (2, &high)] {
+            let mut options = options(upper, "");
+            options.rules = None;
+            options.reference = format!("diff/g:{n}").parse().unwrap();
+            pack_diff(&store, &options, &Silent).unwrap();
+        }
+        let rules = format!("[[git]]\nnewer-than = \"{first}\"\n");
+        let rules = Rules::parse(&rules, SystemTime::now()).unwrap();
+        let squash = |name: &str, layers: &[&str], below: &[&str]| {
+            let layers = layers.iter().map(|text| text.parse().unwrap()).collect();
+            let below: Vec<_> = below
+                .iter()
+                .map(|text| store.load(&text.parse().unwrap()).unwrap())
+                .collect();
+            let options = MergeOptions::new(name.parse().unwrap(), layers);
+            let report = merge_with_rules(&store, &options, &below, &rules, &Silent).unwrap();
+            let digest = report.merged.published.digest;
+            assert!(report.scrub.idle_git.is_empty());
+            Packed::load(&store, digest, Vec::new()).tree()
+        };
+        let refs = "job/repo/.git/refs/heads";
+        let both = squash("diff/all:1", &["diff/g:1", "diff/g:2"], &[]);
+        for (name, stays) in [("main", true), ("next", false), ("x", false), ("y", true)] {
+            assert_eq!(both.has(&format!("{refs}/{name}")), stays, "{name}");
+        }
+        // The objects may be in what it lies on.
+        let top = squash("diff/top:1", &["diff/g:2"], &["diff/g:1"]);
+        assert!(top.has(&format!("{refs}/y")) && !top.has(&format!("{refs}/x")));
     }
 }

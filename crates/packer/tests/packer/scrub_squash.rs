@@ -108,6 +108,7 @@ fn rules_hold_for_what_a_squash_takes_in() {
     third.lowers = vec![LowerLayer {
         name: "diff/d:1".to_owned(),
         path: old.clone(),
+        diff: true,
     }];
     let (layer, report) = packed(&store, &third);
     let tree = layer.tree();
@@ -323,6 +324,7 @@ fn what_a_layer_below_shows_is_said_though_it_was_not_touched() {
         .map(|(name, path)| LowerLayer {
             name: name.to_owned(),
             path: path.clone(),
+            diff: false,
         })
         .into();
     let report = pack_diff(&memory_store(), &with, &Silent).unwrap();
@@ -342,6 +344,114 @@ fn what_a_layer_below_shows_is_said_though_it_was_not_touched() {
             ("/root/.ssh", "ssh", 1, true),
         ]
     );
+}
+
+#[test]
+fn other_names_of_a_file_below_are_told() {
+    let scratch = ScratchDir::new("below-links").unwrap();
+    let [upper, high, low] = ["upper", "high", "low"].map(|name| scratch.mkdir(name).unwrap());
+    write(&low, "root/.ssh/id_rsa", "key");
+    write(&low, "root/.netrc", "password");
+    write(&low, "root/.pypirc", "token");
+    for (file, link) in [
+        ("root/.ssh/id_rsa", "srv/one"),
+        ("root/.ssh/id_rsa", "srv/two"),
+        ("root/.ssh/id_rsa", "srv/covered"),
+        ("root/.ssh/id_rsa", "srv/removed"),
+        ("root/.netrc", "srv/netrc"),
+    ] {
+        fs_err::create_dir_all(low.join("srv")).unwrap();
+        fs_err::hard_link(low.join(file), low.join(link)).unwrap();
+    }
+    write(&high, "srv/covered", "");
+    whiteout(&upper, "srv/removed");
+    whiteout(&upper, "root/.netrc");
+    let mut with = options(&upper, "diff/u:1", Some(Rules::standard()));
+    with.lowers = [("diff/h:1", &high), ("base/b:1", &low)]
+        .map(|(name, path)| LowerLayer {
+            name: name.to_owned(),
+            path: path.clone(),
+            diff: false,
+        })
+        .into();
+    let report = pack_diff(&memory_store(), &with, &Silent).unwrap();
+    let links = |path: &str| {
+        let mut below = report.scrub.still_below.iter();
+        below.find(|b| b.path == path).unwrap().links.clone()
+    };
+    assert_eq!(links("/root/.ssh"), ["/srv/one", "/srv/two"]);
+    assert_eq!(links("/root/.netrc"), ["/srv/netrc"]);
+    assert!(links("/root/.pypirc").is_empty());
+}
+
+#[test]
+fn excludes_hold_for_what_a_squash_takes_in() {
+    let scratch = ScratchDir::new("excluded").unwrap();
+    let [low, high] = ["low", "high"].map(|name| scratch.mkdir(name).unwrap());
+    let store = memory_store();
+    for path in ["srv/a.o", "srv/a.c", "build/x", "build/y/z", "kept"] {
+        write(&low, path, format!("{path} {MARKER}"));
+    }
+    whiteout(&low, "old.o");
+    whiteout(&low, "gone");
+    let (first, _) = packed(&store, &options(&low, "diff/e:1", None));
+    write(&high, "srv/b.o", "b");
+    write(&high, "new", "n");
+    let mut second = options(&high, "diff/e:2", None);
+    second.stack = vec![parent(&first)];
+    second.squash.clone_from(&second.stack);
+    second.excludes = vec!["*.o".to_owned(), "/build/".to_owned(), "kept".to_owned()];
+    let (layer, _) = packed(&store, &second);
+    let tree = layer.tree();
+    for path in ["srv/a.c", "new", "gone"] {
+        assert!(tree.has(path), "{path}");
+    }
+    for path in ["srv/a.o", "srv/b.o", "build", "kept", "old.o"] {
+        assert!(!tree.has(path), "{path}");
+    }
+    assert!(layer.manifest.parents.is_empty());
+}
+
+#[test]
+fn rules_hold_for_a_squash_of_what_is_in_the_store() {
+    let scratch = ScratchDir::new("stored").unwrap();
+    let [low, high] = ["low", "high"].map(|name| scratch.mkdir(name).unwrap());
+    let store = memory_store();
+    write(&low, "root/.ssh/id_rsa", MARKER);
+    fs_err::create_dir_all(low.join("srv")).unwrap();
+    fs_err::hard_link(low.join("root/.ssh/id_rsa"), low.join("srv/link")).unwrap();
+    write(&low, "work", "kept");
+    let (first, _) = packed(&store, &options(&low, "diff/s:1", None));
+    write(&high, "token", format!("ghp_{} {MARKER}", "a1B2".repeat(9)));
+    write(&high, "notes", "answers");
+    whiteout(&high, "below/secret");
+    let mut second = options(&high, "diff/s:2", None);
+    second.stack = vec![parent(&first)];
+    packed(&store, &second);
+    let squash = |version: u32, rules: &str| {
+        let layers = ["diff/s:1", "diff/s:2"].map(|text| text.parse().unwrap());
+        let reference = format!("diff/all:{version}").parse().unwrap();
+        let options = MergeOptions::new(reference, layers.into());
+        let rules = Rules::parse(rules, SystemTime::now()).unwrap();
+        layerpack_packer::merge_with_rules(&store, &options, &[], &rules, &Silent)
+    };
+    let rules = "sets = [\"ssh\"]\n[[rule]]\nname = \"t\"\ncontent = [\"all\"]\n";
+    let report = squash(1, rules).unwrap();
+    let layer = Packed::load(&store, report.merged.published.digest, Vec::new());
+    let tree = layer.tree();
+    for path in ["root/.ssh", "srv/link", "token"] {
+        assert!(!tree.has(path), "{path}");
+    }
+    assert_eq!(text(&tree, "work") + &text(&tree, "notes"), "keptanswers");
+    assert!(tree.has("below/secret"), "what was removed stays removed");
+    assert_eq!(report.scrub.scrubbed.total.entries, 3);
+    assert!(!travels(&layer));
+    assert!(layer.manifest.parameters.contains_key("scrub-rules"));
+    // What is forbidden publishes nothing.
+    let rules = "[[rule]]\naction = \"forbid\"\nglobs = [\"notes\"]\n";
+    let error = squash(2, rules).unwrap_err();
+    assert!(matches!(error, PackError::Forbidden { .. }), "{error}");
+    assert!(!store.has_reference(&"diff/all:2".parse().unwrap()).unwrap());
 }
 
 /// A first snapshot without rules puts the secret into frames of the store with all else.
