@@ -74,7 +74,7 @@ fn what_cannot_be_copied_is_told() {
     let error = node.refuses(["push", "base/*:*", "--to", &other]);
     assert!(error.contains("no layer"), "{error}");
     let store = node.store().display().to_string();
-    let error = node.fails(1, ["push", "--all", "--to", &store]);
+    let error = node.fails(2, ["push", "--all", "--to", &store]);
     assert!(error.contains("two stores"), "{error}");
     let error = node.refuses(["pull", "--all", "--from", &other]);
     assert!(error.contains("no layer"), "{error}");

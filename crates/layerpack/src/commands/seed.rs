@@ -9,6 +9,7 @@ use serde::Serialize;
 use super::Outcome;
 use crate::args::SeedArgs;
 use crate::context::Context;
+use crate::failure::usage;
 use crate::output::{Table, print, warning};
 use crate::progress::Reporter;
 use crate::stack::parse_reference;
@@ -61,9 +62,8 @@ struct Covered {
 pub(super) fn run(context: &Context, args: &SeedArgs) -> Outcome {
     let (from, to) = (context.store()?, context.store_at(&args.to)?);
     if from.url() == to.url() {
-        return Err(
-            anyhow::anyhow!("{} is both source and target: name two stores", to.url()).into(),
-        );
+        let same = format!("{} is both source and target: name two stores", to.url());
+        return Err(usage(same).into());
     }
     let mut profiles = Vec::new();
     for text in &args.profiles {

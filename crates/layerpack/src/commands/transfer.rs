@@ -13,6 +13,7 @@ use serde::Serialize;
 use super::Outcome;
 use crate::args::{CopyArgs, PullArgs, PushArgs, TransferArgs};
 use crate::context::Context;
+use crate::failure::usage;
 use crate::output::{Table, print, warning};
 use crate::progress::Reporter;
 use crate::units::human_bytes;
@@ -68,9 +69,8 @@ pub(super) fn copy(context: &Context, args: &CopyArgs) -> Outcome {
 
 fn run(context: &Context, args: &TransferArgs, from: &LayerStore, to: &LayerStore) -> Outcome {
     if from.url() == to.url() {
-        return Err(
-            anyhow::anyhow!("{} is both source and target: name two stores", to.url()).into(),
-        );
+        let same = format!("{} is both source and target: name two stores", to.url());
+        return Err(usage(same).into());
     }
     let report = move_layers(context, args, from, to)?;
     show(context, from, to, report)?;
