@@ -36,12 +36,17 @@ pub(crate) fn usage(text: impl Into<String>) -> anyhow::Error {
     anyhow::Error::new(Usage(text.into()))
 }
 
-/// What the packer says of a command's options. (It says the same of files with rules, which are
-/// no command line.)
+/// What the packer names where a file with rules is to blame, or what it does to a tree: no command
+/// line.
+const RULES: [&str; 4] = ["split file", "split", "strict", "rules"];
+
+/// What the packer says of a command's options.
 pub(crate) fn of_options(error: PackError) -> anyhow::Error {
-    match error {
-        error @ PackError::InvalidOption { .. } => usage(error.to_string()),
-        error => error.into(),
+    match &error {
+        PackError::InvalidOption { option, .. } if !RULES.contains(&option.as_str()) => {
+            usage(error.to_string())
+        }
+        _ => error.into(),
     }
 }
 

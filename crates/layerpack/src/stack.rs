@@ -4,8 +4,10 @@
 //! layers which that diff was made on, followed by what was given; a stack that begins with
 //! anything else is taken as it is.
 
-use anyhow::{Context as _, bail};
+use anyhow::Context as _;
 use layerpack_store::{Digest, Kind, LayerStore, Manifest, Reference, at_once};
+
+use crate::failure::usage;
 
 /// One layer of a stack.
 #[derive(Debug, Clone)]
@@ -92,10 +94,10 @@ pub(crate) fn assemble(
     };
     stack.append(&mut given);
     if stack.len() > MAX_LAYERS {
-        bail!(
+        return Err(usage(format!(
             "a stack of {} layers is too high: {MAX_LAYERS} is the limit, merge some first",
             stack.len()
-        );
+        )));
     }
     for (i, layer) in stack.iter().enumerate() {
         if stack
@@ -103,10 +105,10 @@ pub(crate) fn assemble(
             .take(i)
             .any(|other| other.digest == layer.digest)
         {
-            bail!(
+            return Err(usage(format!(
                 "{} is in the stack twice: name each layer once (a leading diff brings its parents along)",
                 layer.name
-            );
+            )));
         }
     }
     Ok(stack)

@@ -101,6 +101,88 @@ fn wrong_usage_is_two() {
     assert!(!node.root().exists(), "wrong usage must not touch the node");
 }
 
+/// What is found out of a command line after it was parsed is wrong usage too; what is not there is
+/// a failure.
+#[test]
+fn what_cannot_be_meant_is_two_and_what_is_not_there_is_one() {
+    let node = Node::new("meant");
+    let source = node.scratch.mkdir("source").unwrap();
+    node.scratch.write("source/a.txt", "hello").unwrap();
+    node.build("base/a:1", &source, &[]);
+    let file = |name: &str| node.scratch.path().join(name).display().to_string();
+    let (from, out, absent) = (
+        format!("dir:{}", source.display()),
+        file("out"),
+        format!("dir:{}", file("absent")),
+    );
+    let (tar, tagged, layout) = (
+        format!("tar:{out}"),
+        format!("oci:{out}:1"),
+        format!("oci:{out}"),
+    );
+    let build = |from: &str, more: &[&str]| {
+        let named = ["build", "--kind", "base", "--name", "b", "--version", "1"];
+        let all = named.iter().copied().chain(["--from", from]);
+        let all = all.chain(more.iter().copied()).map(str::to_owned);
+        (all.collect::<Vec<_>>(), more.to_vec().join(" "))
+    };
+    let other = |words: &[&str]| {
+        let all = words.iter().map(|word| (*word).to_owned());
+        (all.collect::<Vec<_>>(), words.join(" "))
+    };
+    for (arguments, what) in [
+        build("elsewhere", &[]),
+        build(&from, &["--exclude", "["]),
+        build(&from, &["--at", "../x"]),
+        build(&layout, &["--at", "x"]),
+        build(&from, &["--parent", "nothing"]),
+        build(&from, &["--parent", "base/a:1"]),
+        other(&["export", "base/a:1", "--to", "nowhere"]),
+        other(&["export", "base/a:1", "--to", "tar:"]),
+        other(&["export", "nothing", "--to", &tar]),
+        other(&["export", "base/a:1", "--to", &tagged, "--tag", "2"]),
+        other(&["export", "base/a:1", "--to", "tar:-", "-o", "json"]),
+        other(&["export", "base/a:1", "base/a:1", "--to", &tar]),
+        other(&["flatten", "base/a:1", "--to", "-"]),
+        other(&["flatten", "a:1", "--to", &out]),
+        other(&["merge", "base/a:1", "--name", "A B", "--version", "1"]),
+        other(&["merge", "base/a", "--name", "b", "--version", "1"]),
+        other(&["snapshot", "inspect", "base/a:1"]),
+    ] {
+        let output = node.run(&arguments);
+        assert_eq!(
+            output.status.code(),
+            Some(2),
+            "{what}: {}",
+            describe(&output)
+        );
+    }
+    for (arguments, what) in [
+        build(&absent, &[]),
+        build(&from, &["--max-bytes", "1", "--no-cache"]),
+        other(&["export", "base/absent:1", "--to", &tar]),
+        other(&["flatten", "base/absent:1", "--to", &out]),
+        other(&[
+            "merge",
+            "base/a:1",
+            "base/absent:1",
+            "--name",
+            "b",
+            "--version",
+            "1",
+        ]),
+    ] {
+        let output = node.run(&arguments);
+        assert_eq!(
+            output.status.code(),
+            Some(1),
+            "{what}: {}",
+            describe(&output)
+        );
+    }
+    assert!(!std::path::Path::new(&out).exists());
+}
+
 #[test]
 fn a_layer_is_built_listed_shown_verified_and_removed() {
     let node = Node::new("layer");

@@ -672,7 +672,7 @@ fn privileged_a_snapshot_goes_elsewhere() {
     assert_eq!(node.ok(shown), "one\ntwo\n");
     node.ok(["snapshot", "rm", "diff/r:2"]);
     node.fails(1, ["snapshot", "inspect", "diff/r:2"]);
-    node.fails(1, ["snapshot", "rm", "base/root:1"]);
+    node.fails(2, ["snapshot", "rm", "base/root:1"]);
     node.ok(["sandbox", "rm", "-f", id]);
     assert_clean(&node);
 }

@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::bail;
 use layerpack_packer::checkout;
 use serde::Serialize;
 
@@ -11,6 +10,7 @@ use super::Outcome;
 use super::build::warn;
 use crate::args::CheckoutArgs;
 use crate::context::Context;
+use crate::failure::usage;
 use crate::output::{Format, note, print};
 use crate::progress::Reporter;
 use crate::stack::resolve;
@@ -59,13 +59,13 @@ pub(super) fn run(context: &Context, args: &CheckoutArgs) -> Outcome {
 
 fn split(args: &CheckoutArgs) -> anyhow::Result<(PathBuf, Vec<String>)> {
     let Some((directory, refs)) = args.refs_and_dir.split_last() else {
-        bail!("name the layers and a directory");
+        return Err(usage("name the layers and a directory"));
     };
     let refs = refs
         .iter()
         .map(|text| match text.to_str() {
             Some(text) => Ok(text.to_owned()),
-            None => bail!("{} is no layer", text.display()),
+            None => Err(usage(format!("{} is no layer", text.display()))),
         })
         .collect::<anyhow::Result<Vec<_>>>()?;
     Ok((std::path::absolute(directory)?, refs))

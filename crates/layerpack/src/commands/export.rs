@@ -3,7 +3,6 @@
 use std::io::{IsTerminal as _, stdout};
 use std::process::ExitCode;
 
-use anyhow::{Context as _, anyhow};
 use layerpack_packer::{Compression, ExportOptions, export, export_tar};
 use serde::Serialize;
 
@@ -11,6 +10,7 @@ use super::Outcome;
 use super::build::warn;
 use crate::args::{ExportArgs, LayerCompression};
 use crate::context::Context;
+use crate::failure::{of_options, usage};
 use crate::output::{Format, note, print};
 use crate::progress::Reporter;
 use crate::published::platform;
@@ -39,9 +39,10 @@ pub(super) fn run(context: &Context, args: ExportArgs) -> Outcome {
     }
     let (to, tag) = oci_tag(&args.to);
     if tag.is_some() && args.tag.is_some() {
-        return Err(anyhow!("{} names a tag, and --tag another: leave one out", args.to).into());
+        let both = format!("{} names a tag, and --tag another: leave one out", args.to);
+        return Err(usage(both).into());
     }
-    let target = to.parse()?;
+    let target = to.parse().map_err(of_options)?;
     let store = context.store()?;
     let stack = resolve(&store, &args.refs)?;
     let digests = stack.iter().map(|layer| layer.digest).collect();
@@ -57,13 +58,13 @@ pub(super) fn run(context: &Context, args: ExportArgs) -> Outcome {
     for text in &args.mount_from {
         let name = text
             .parse()
-            .with_context(|| format!("cannot use --mount-from {text:?}"))?;
+            .map_err(|error| usage(format!("cannot use --mount-from {text:?}: {error}")))?;
         options.mount_from.push(name);
     }
     let reporter = Reporter::new(&args.to, context);
     let report = export(&store, &options, &reporter);
     reporter.finish();
-    let report = report?;
+    let report = report.map_err(of_options)?;
     warn(context, &report.warnings);
     let exported = Exported {
         target: args.to,
@@ -107,14 +108,14 @@ fn oci_tag(text: &str) -> (String, Option<String>) {
 /// The archive goes where the result is printed otherwise; that goes to stderr here.
 fn to_stdout(context: &Context, args: &ExportArgs) -> Outcome {
     if stdout().is_terminal() {
-        return Err(anyhow!(
-            "an archive is nothing for a terminal; redirect standard output, or use tar:FILE"
+        return Err(usage(
+            "an archive is nothing for a terminal; redirect standard output, or use tar:FILE",
         )
         .into());
     }
     if context.format != Format::Text {
-        return Err(anyhow!(
-            "the archive and the result cannot both go to standard output; use tar:FILE"
+        return Err(usage(
+            "the archive and the result cannot both go to standard output; use tar:FILE",
         )
         .into());
     }

@@ -9,6 +9,7 @@ use super::Outcome;
 use super::build::warn;
 use crate::args::FlattenArgs;
 use crate::context::Context;
+use crate::failure::of_options;
 use crate::output::{note, print};
 use crate::progress::Reporter;
 use crate::stack::resolve;
@@ -37,7 +38,7 @@ pub(super) fn run(context: &Context, args: FlattenArgs) -> Outcome {
     let reporter = Reporter::new(&file, context);
     let report = flatten(&store, &options, &reporter);
     reporter.finish();
-    let report = report?;
+    let report = report.map_err(of_options)?;
     warn(context, &report.warnings);
     let flattened = Flattened {
         file,

@@ -2,7 +2,6 @@
 
 use std::process::ExitCode;
 
-use anyhow::bail;
 use layerpack_packer::{ImportOptions, import};
 use layerpack_store::Reference;
 
@@ -10,7 +9,7 @@ use super::Outcome;
 use super::build::{annotations, labels, published, warn};
 use crate::args::BuildArgs;
 use crate::context::Context;
-use crate::failure::of_options;
+use crate::failure::{of_options, usage};
 use crate::output::print;
 use crate::progress::Reporter;
 use crate::published::platform;
@@ -48,9 +47,9 @@ pub(super) fn options(
     args: BuildArgs,
 ) -> anyhow::Result<ImportOptions> {
     if args.at.is_some() || !args.parent.is_empty() || !args.diff_from.is_empty() {
-        bail!(
-            "--at, --parent and --diff-from do not go with an image, which has its own layers below"
-        );
+        return Err(usage(
+            "--at, --parent and --diff-from do not go with an image, which has its own layers below",
+        ));
     }
     let mut options = ImportOptions::new(reference, args.from.parse()?);
     options.per_layer = args.per_layer;

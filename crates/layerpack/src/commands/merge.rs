@@ -2,7 +2,6 @@
 
 use std::process::ExitCode;
 
-use anyhow::bail;
 use layerpack_packer::{MergeOptions, merge};
 use layerpack_store::{LayerName, LayerStore, Reference, Version};
 
@@ -11,6 +10,7 @@ use super::build::{labels, warn};
 use super::ls::parse_kind;
 use crate::args::MergeArgs;
 use crate::context::Context;
+use crate::failure::{of_options, usage};
 use crate::progress::Reporter;
 use crate::published::Published;
 use crate::signing::Signer;
@@ -33,7 +33,7 @@ pub(super) fn publish(
     let reporter = Reporter::new(&options.reference.to_string(), context);
     let report = merge(store, options, &reporter);
     reporter.finish();
-    let report = report?;
+    let report = report.map_err(of_options)?;
     warn(context, &report.warnings);
     signer.sign(store, &report.published.digest)?;
     Published::new(
@@ -56,7 +56,7 @@ fn options(args: MergeArgs) -> anyhow::Result<MergeOptions> {
     let kind = match (&args.kind, layers.first()) {
         (Some(kind), _) => parse_kind(kind)?,
         (None, Some(first)) => first.kind,
-        (None, None) => bail!("name the layers to merge"),
+        (None, None) => return Err(usage("name the layers to merge")),
     };
     let reference = Reference::new(
         kind,

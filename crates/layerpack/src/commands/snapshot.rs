@@ -17,6 +17,7 @@ use super::build::warn;
 use super::query::show_difference;
 use crate::args::{RmArgs, SnapshotArgs, SnapshotCommand, SnapshotDiffArgs, SnapshotExportArgs};
 use crate::context::Context;
+use crate::failure::usage;
 use crate::output::print;
 use crate::progress::Reporter;
 use crate::stack::{StackLayer, parse_reference, resolve};
@@ -32,10 +33,8 @@ pub(super) fn run(context: &Context, args: SnapshotArgs) -> Outcome {
         SnapshotCommand::Rm(args) => {
             for text in &args.refs {
                 if parse_reference(text)?.kind != Kind::Diff {
-                    return Err(anyhow::anyhow!(
-                        "{text} is no snapshot: use `layerpack rm` for other layers"
-                    )
-                    .into());
+                    let other = "use `layerpack rm` for other layers";
+                    return Err(usage(format!("{text} is no snapshot: {other}")).into());
                 }
             }
             super::rm::run(context, &RmArgs { refs: args.refs })
@@ -46,7 +45,8 @@ pub(super) fn run(context: &Context, args: SnapshotArgs) -> Outcome {
 /// A snapshot and the layers that it is made on, bottom first.
 fn open(store: &LayerStore, text: &str) -> anyhow::Result<(StackLayer, Vec<StackLayer>)> {
     if parse_reference(text)?.kind != Kind::Diff {
-        bail!("{text} is no snapshot: those are diff/NAME:VERSION");
+        let snapshots = "those are diff/NAME:VERSION";
+        return Err(usage(format!("{text} is no snapshot: {snapshots}")));
     }
     let mut stack = resolve(store, &[text.to_owned()])?;
     match stack.pop() {

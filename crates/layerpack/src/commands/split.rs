@@ -10,6 +10,7 @@ use super::Outcome;
 use super::build::{published, warn};
 use crate::args::BuildArgs;
 use crate::context::Context;
+use crate::failure::of_options;
 use crate::output::{note, print};
 use crate::progress::Reporter;
 use crate::published::Published;
@@ -38,7 +39,7 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
         build_split(&store, &options, &split, &reporter)
     };
     reporter.finish();
-    let report = report?;
+    let report = report.map_err(of_options)?;
     for part in &report.parts {
         signer.sign(&store, &part.published.digest)?;
     }

@@ -10,10 +10,11 @@ use super::open;
 use crate::args::CatArgs;
 use crate::commands::Outcome;
 use crate::context::Context;
+use crate::failure::usage;
 
 pub(crate) fn cat(context: &Context, args: &CatArgs) -> Outcome {
     let Some((path, refs)) = args.refs_and_path.split_last() else {
-        return Err(anyhow::anyhow!("name a layer and a path").into());
+        return Err(usage("name a layer and a path").into());
     };
     let refs = refs
         .iter()

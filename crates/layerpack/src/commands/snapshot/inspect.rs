@@ -10,6 +10,7 @@ use serde::Serialize;
 use super::super::Outcome;
 use crate::args::SnapshotInspectArgs;
 use crate::context::Context;
+use crate::failure::usage;
 use crate::output::print;
 use crate::stack::parse_reference;
 use crate::units::human_bytes;
@@ -45,10 +46,8 @@ pub(super) fn run(context: &Context, args: &SnapshotInspectArgs) -> Outcome {
     let store = context.store()?;
     let reference = parse_reference(&args.reference)?;
     if reference.kind != Kind::Diff {
-        return Err(anyhow::anyhow!(
-            "{reference} is no snapshot: use `layerpack inspect` for other layers"
-        )
-        .into());
+        let other = "use `layerpack inspect` for other layers";
+        return Err(usage(format!("{reference} is no snapshot: {other}")).into());
     }
     let (digest, manifest) = store.load(&reference)?;
     let stack: Vec<Below> = manifest
