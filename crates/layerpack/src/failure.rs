@@ -273,6 +273,7 @@ mod tests {
         assert!(is_usage(&PackError::from(bad()).into()));
         assert!(is_usage(&anyhow::Error::from(bad()).context("building")));
         let gone = StoreError::NoStore {
+            wanted: String::new(),
             store: "x".to_owned(),
         };
         assert!(!is_usage(&PackError::from(gone).into()));

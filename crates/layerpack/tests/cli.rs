@@ -336,6 +336,10 @@ fn a_store_that_is_not_there_is_not_empty() {
             arguments.extend(command);
             let error = node.fails(1, arguments);
             assert!(error.contains("there is no store at file://"), "{error}");
+            // What was asked for is named.
+            if let Some(name) = command.iter().find(|word| word.starts_with("base/")) {
+                assert!(error.contains(name), "{error}");
+            }
         }
     }
     assert!(!nowhere.exists(), "nothing is made by looking");

@@ -105,9 +105,11 @@ pub enum StoreError {
     },
     /// Neither the store's marker nor a layer is at the address.
     #[error(
-        "there is no store at {store}: it has no layerpack.json and no layers; check the address, or build or push a layer there first{}", comma_hint(.store)
+        "{}there is no store at {store}: it has no layerpack.json and no layers; check the address, or build or push a layer there first{}", asked_for(.wanted), comma_hint(.store)
     )]
     NoStore {
+        /// The layer, channel or profile that was asked for; empty: none.
+        wanted: String,
         /// The address.
         store: String,
     },
@@ -340,6 +342,13 @@ pub enum StoreError {
 
 fn range_text(range: Option<&Range<u64>>) -> String {
     range.map_or_else(String::new, |r| format!(" (bytes {}..{})", r.start, r.end))
+}
+
+fn asked_for(wanted: &str) -> String {
+    match wanted {
+        "" => String::new(),
+        wanted => format!("{wanted} cannot be looked up: "),
+    }
 }
 
 /// What may have been meant by a comma that separates nothing.

@@ -98,6 +98,17 @@ pub(super) fn run(context: &Context, args: &VerifyArgs, keys: Option<&[PublicKey
     for damage in &report.damaged {
         note(&printable(&lost_line(damage)));
     }
+    let good = report.damaged.iter().map(|damage| damage.good.as_deref());
+    if let Some(good) = good.collect::<Option<Vec<_>>>()
+        && let Some(good) = good.first()
+    {
+        return Err(anyhow!(
+            "{} objects are damaged or missing at one address of store {} and right at another: copy the layers there anew (layerpack copy --all --recheck --from {good} --to ADDRESS)",
+            report.damaged.len(),
+            context.store_url()
+        )
+        .into());
+    }
     Err(anyhow!(
         "{} objects in store {} are damaged: run repair, restore them from a copy of the store, or build their layers again",
         report.damaged.len(),

@@ -212,11 +212,12 @@ impl LayerStore {
         if self.exists()? {
             return Ok(());
         }
-        Err(self.no_store())
+        Err(self.no_store(String::new()))
     }
 
-    fn no_store(&self) -> StoreError {
+    fn no_store(&self, wanted: String) -> StoreError {
         StoreError::NoStore {
+            wanted,
             store: self.inner.url.clone(),
         }
     }
@@ -240,7 +241,12 @@ impl LayerStore {
     /// The error for a name that is not in the store: `unknown`, or that there is no store.
     pub(crate) fn not_here(&self, unknown: StoreError) -> StoreError {
         match self.is_there(false) {
-            Ok(false) => self.no_store(),
+            Ok(false) => self.no_store(match unknown {
+                StoreError::UnknownReference { reference, .. } => reference.to_string(),
+                StoreError::UnknownChannel { channel, .. } => channel,
+                StoreError::NoProfile { name, .. } => name,
+                _ => String::new(),
+            }),
             // Why it cannot be told is no better an answer.
             Ok(true) | Err(_) => unknown,
         }

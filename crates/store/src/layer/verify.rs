@@ -267,14 +267,11 @@ impl LayerStore {
         };
         let meaning = match manifest.kind {
             Kind::Diff => {
-                "so it cannot be mounted from there by its name alone; copy the parent there, or name a store that has it too"
+                ", so it cannot be mounted from there by its name alone; copy the parent there, or name a store that has it too"
             }
-            Kind::Base | Kind::Workspace | Kind::Toolkit => "the layer itself lacks nothing",
+            Kind::Base | Kind::Workspace | Kind::Toolkit => "; the layer itself lacks nothing",
         };
-        format!(
-            "its parent {name} is not in store {}: {meaning}",
-            self.url()
-        )
+        format!("its parent {name} is not in store {}{meaning}", self.url())
     }
 
     /// That a sound index segment names each pack of the layer.

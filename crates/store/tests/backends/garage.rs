@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use layerpack_fixtures::{ChildGuard, ScratchDir};
 use layerpack_store::blob::contract;
-use layerpack_store::{LayerStore, S3Credentials, StoreError, open};
+use layerpack_store::{GcOptions, LayerStore, S3Credentials, StoreError, open};
 
 use crate::layers::{data_of, publish, read_all, sample};
 use crate::support::s3_options;
@@ -113,4 +113,38 @@ fn contract_and_publishing_hold() {
     assert_eq!(read_all(&store, "base/x:1").unwrap(), data_of(&sample(1)));
     let error = publish(&store, "base/x:1", &sample(2)).unwrap_err();
     assert!(matches!(error, StoreError::Conflict { .. }), "{error:?}");
+
+    // It ignores conditions, so of writers of one version at once the claims decide: one wins.
+    let outcomes: Vec<_> = std::thread::scope(|scope| {
+        let writers: Vec<_> = (10..13_u64)
+            .map(|seed| {
+                let store = LayerStore::new(open(&url("layers"), &options).unwrap());
+                scope.spawn(move || (seed, publish(&store, "base/race:1", &sample(seed))))
+            })
+            .collect();
+        writers.into_iter().map(|w| w.join().unwrap()).collect()
+    });
+    let mut winners = Vec::new();
+    for (seed, outcome) in outcomes {
+        match outcome {
+            Ok(_) => winners.push(seed),
+            Err(StoreError::Conflict { .. }) => {}
+            Err(error) => panic!("{error:?}"),
+        }
+    }
+    assert_eq!(winners.len(), 1, "{winners:?}");
+    let data = read_all(&store, "base/race:1").unwrap();
+    assert!(data == data_of(&sample(winners[0])), "not the winner's");
+
+    // What the others left is collected, and all that is published stays.
+    let collection = GcOptions {
+        grace: Duration::ZERO,
+        dry_run: false,
+        wait: true,
+    };
+    let report = store.collect(collection).unwrap();
+    assert!(report.deleted.objects > 0, "{report:?}");
+    let audit = store.audit(true).unwrap();
+    assert!(audit.damaged.is_empty(), "{:?}", audit.damaged);
+    assert_eq!(audit.layers.len(), 2);
 }
