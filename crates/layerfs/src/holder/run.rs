@@ -40,6 +40,8 @@ const UNREADY: u32 = 2;
 /// The same, of workers that somebody killed: another start is no worse than this one, and the pause
 /// after more does not grow.
 const KILLED: u32 = 20;
+/// That pause: little, since readers wait, and enough for who kills to be seen by others.
+const KILLED_PAUSE: Duration = Duration::from_millis(20);
 /// Shortest and longest pause between two starts, once there is one.
 const PAUSE: Duration = Duration::from_millis(50);
 const LONGEST: Duration = Duration::from_secs(10);
@@ -752,9 +754,11 @@ impl Holder {
             None => UNREADY,
         };
         if self.young > free && !self.stop {
-            let steps = if killed { 1 } else { self.young - free - 1 };
-            let steps = steps.min(16);
-            let pause = PAUSE.saturating_mul(1 << steps).min(LONGEST);
+            let steps = (self.young - free - 1).min(16);
+            let pause = match killed {
+                true => KILLED_PAUSE,
+                false => PAUSE.saturating_mul(1 << steps).min(LONGEST),
+            };
             self.log(format!(
                 "{} died young in a row: the next one starts in {} ms",
                 self.young,
