@@ -276,19 +276,23 @@ fn lowers(sandbox: &Sandbox, kinds: &[Option<Kind>]) -> Vec<LowerLayer> {
         .enumerate()
         .skip(if named { own } else { 0 })
         .map(|(index, path)| {
-            let place = index
+            let from_top = index
                 .checked_sub(own)
-                .and_then(|above| stack.len().checked_sub(above + 1))
-                .filter(|_| named);
+                .and_then(|above| stack.len().checked_sub(above + 1));
+            let from_bottom = paths.len().checked_sub(index + 1);
+            let place = match named {
+                true => from_top,
+                false => from_bottom.filter(|at| *at < below),
+            };
             let layer = place.and_then(|at| stack.get(at));
             let kind = place.and_then(|at| kinds.get(at)).copied().flatten();
             LowerLayer {
-                name: layer.map_or_else(|| path.display().to_string(), |l| l.reference.clone()),
+                name: layer.map_or_else(
+                    || format!("several diffs at {}", path.display()),
+                    |layer| layer.reference.clone(),
+                ),
                 path: path.clone(),
-                diff: match named {
-                    true => kind == Some(Kind::Diff),
-                    false => index + below < paths.len(),
-                },
+                diff: layer.is_none() || kind == Some(Kind::Diff),
             }
         })
         .collect()

@@ -1,5 +1,7 @@
 //! What rules did, for people.
 
+use std::collections::BTreeMap;
+
 use layerpack_packer::{Findings, ScrubReport, Tally};
 
 use crate::output::{note, warning};
@@ -7,6 +9,8 @@ use crate::units::human_bytes;
 
 /// Findings that are named.
 const SHOWN: usize = 20;
+/// Files of one layer that are named.
+const FEW: usize = 5;
 
 /// The report on stderr; nothing without rules.
 pub(super) fn note_all(report: &ScrubReport) {
@@ -50,18 +54,20 @@ pub(super) fn note_all(report: &ScrubReport) {
             "{rule} did nothing: no repository that was changed has its commit"
         ));
     }
-    for below in report.git_below.iter().take(SHOWN) {
-        warning(&format!(
-            "{} in {} names commits that {} is to leave out, and shows in what is made of the snapshot: `--squash` takes that layer in, and the rule holds for it",
-            below.path,
-            below.layers.join(", "),
-            below.rule,
-        ));
+    let mut shown: BTreeMap<(&str, String), Vec<&str>> = BTreeMap::new();
+    for below in &report.git_below {
+        let place = (below.rule.as_str(), below.layers.join(", "));
+        shown.entry(place).or_default().push(&below.path);
     }
-    if report.git_below.len() > SHOWN {
+    for ((rule, layers), paths) in shown {
+        let more = match paths.len().saturating_sub(FEW) {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        let first: Vec<&str> = paths.into_iter().take(FEW).collect();
         warning(&format!(
-            "{} more such files",
-            report.git_below.len() - SHOWN
+            "{layers} shows commits that {rule} is to leave out, by {}{more}; `--squash` takes that layer in, and the rule holds for it",
+            first.join(", ")
         ));
     }
     for layer in &report.git_unseen {

@@ -305,7 +305,7 @@ mod tests {
             let parent = ids.last().unwrap().clone();
             ids.push(git.commit(&[&parent], time));
         }
-        let orphan = git.commit(&[], 1);
+        let orphan = git.commit(&[], 100);
         let above: Vec<String> = (0..30).fold(vec![ids[49 - 1].clone()], |mut ids, _| {
             let parent = ids.last().unwrap().clone();
             ids.push(git.commit(&[&parent], 1));
