@@ -26,7 +26,7 @@ pub(crate) fn resolve(
     references: &[String],
 ) -> anyhow::Result<Vec<StackLayer>> {
     let error = match stack::resolve(store, references) {
-        Err(error) if is_away(store, &error) => error,
+        Err(error) if is_away(&error) => error,
         resolved => return resolved,
     };
     let known = Known::read(context.root());
@@ -46,10 +46,10 @@ pub(crate) fn resolve(
 }
 
 /// Whether the store cannot be asked at all: it cannot be reached, or there is nothing at its place.
-fn is_away(store: &LayerStore, error: &anyhow::Error) -> bool {
+fn is_away(error: &anyhow::Error) -> bool {
     let cause = (error.chain()).find_map(|cause| cause.downcast_ref::<StoreError>());
     match cause {
-        Some(StoreError::UnknownReference { .. }) => matches!(store.exists(), Ok(false)),
+        Some(StoreError::NoStore { .. }) => true,
         Some(cause) => cause.is_transient(),
         None => false,
     }
