@@ -111,13 +111,20 @@ impl TarSource<'_> {
             return Ok(());
         }
         let is_directory = entry.kind == EntryKind::Directory;
-        if self.filter.excludes(&path, is_directory) {
+        // By its spelling and by where it comes to lie: `lib/x` is `usr/lib/x` where `lib` is a link.
+        let landed = match self.filter.asks() {
+            true => self.layer.landing(self.start, &entry.path),
+            false => Vec::new(),
+        };
+        if self.filter.excludes(&path, is_directory) || self.filter.excludes(&landed, is_directory)
+        {
             return Ok(());
         }
         if name.starts_with(PREFIX) {
-            return self.mark(&entry, &path, &name);
+            return self.mark(&entry, &path, &landed, &name);
         }
-        let wanted = self.filter.includes(&path, is_directory);
+        let wanted = self.filter.includes(&path, is_directory)
+            || self.filter.includes(&landed, is_directory);
         if !wanted && !is_directory {
             return Ok(());
         }
@@ -201,12 +208,15 @@ impl TarSource<'_> {
     }
 
     /// A whiteout or an opaque mark; its type and content do not matter.
-    fn mark(&mut self, entry: &Entry, path: &[u8], name: &[u8]) -> Result<()> {
+    fn mark(&mut self, entry: &Entry, path: &[u8], landed: &[u8], name: &[u8]) -> Result<()> {
         let hidden = name.strip_prefix(PREFIX).unwrap_or_default();
         if self.filter.selects() && !name.starts_with(AUFS) {
             // What it hides decides whether it is wanted.
-            let parent = path.strip_suffix(name).unwrap_or_default();
-            if !self.filter.includes(&[parent, hidden].concat(), false) {
+            let wanted = [path, landed].iter().any(|path| {
+                let parent = path.strip_suffix(name).unwrap_or_default();
+                self.filter.includes(&[parent, hidden].concat(), false)
+            });
+            if !wanted {
                 return Ok(());
             }
         }

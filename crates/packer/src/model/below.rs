@@ -10,9 +10,9 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use layerpack_erofs::{NodeId, NodeKind, Tree};
 
-use super::{Contents, Layer, OPAQUE, Place};
+use super::{Contents, Layer, MAX_FOLLOWED, OPAQUE, Place};
 use crate::error::{PackError, Result};
-use crate::path::{components, join};
+use crate::path::{Component, components, join};
 
 /// See the module's documentation.
 pub(crate) struct Below {
@@ -43,6 +43,9 @@ impl Way {
         }
     }
 }
+
+/// A name of this layer, and what the layers below have there.
+type Here = (Option<NodeId>, Option<NodeId>);
 
 impl Layer {
     /// An empty layer, not at the bottom, above the merged layers `below`.
@@ -128,6 +131,61 @@ impl Layer {
             }
         }
         false
+    }
+
+    /// Where an entry of this path comes to lie: its names from `start`, with the symbolic links on
+    /// the way followed, this layer's and those of the layers below. Changes nothing.
+    pub(crate) fn landing(&self, start: NodeId, path: &[u8]) -> Vec<u8> {
+        let lower = self.below.as_deref();
+        let mut names = components(path);
+        let Some(last) = names.pop() else {
+            return Vec::new();
+        };
+        let root: Here = (
+            Some(start),
+            lower.and_then(|below| below.of.get(&start).copied()),
+        );
+        let mut way: Vec<(Vec<u8>, Here)> = Vec::new();
+        let mut todo: Vec<Component> = names
+            .iter()
+            .rev()
+            .map(|name| Component::Name(name.to_vec()))
+            .collect();
+        let mut followed = 0;
+        while let Some(component) = todo.pop() {
+            let name = match component {
+                Component::Up => {
+                    way.pop();
+                    continue;
+                }
+                Component::Root => {
+                    way.clear();
+                    continue;
+                }
+                Component::Name(name) => name,
+            };
+            let (own, beneath) = way.last().map_or(root, |(_, here)| *here);
+            let hidden = own.is_some_and(|own| self.hides(own, &name));
+            let under = lower.zip(beneath).and_then(|(below, id)| {
+                let id = below.layer.tree.child(id, &name).filter(|_| !hidden)?;
+                (!below.layer.is_whiteout(id)).then(|| (id, below.layer.tree.node(id).kind.clone()))
+            });
+            let own = own.and_then(|own| self.tree.child(own, &name));
+            let kind = own.map(|own| self.tree.node(own).kind.clone());
+            match kind.or_else(|| under.as_ref().map(|(_, kind)| kind.clone())) {
+                Some(NodeKind::Symlink(target)) if followed < MAX_FOLLOWED => {
+                    followed += 1;
+                    todo.extend(Component::parse(&target).into_iter().rev());
+                }
+                _ => {
+                    let beneath = under.filter(|(_, kind)| kind.is_dir()).map(|(id, _)| id);
+                    way.push((name, (own, beneath)));
+                }
+            }
+        }
+        let mut landed: Vec<&[u8]> = way.iter().map(|(name, _)| name.as_slice()).collect();
+        landed.push(last);
+        landed.join(&b'/')
     }
 
     /// Notes that the layer has a directory `child` under a name of `parent`.

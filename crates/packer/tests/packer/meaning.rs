@@ -425,6 +425,36 @@ fn excludes_and_times() {
     );
 }
 
+/// Patterns speak of where an entry comes to lie, and of its spelling.
+#[test]
+fn excludes_follow_links_on_the_way() {
+    let mut tar = TarWriter::new();
+    tar.dir("secret/", 0o755).dir("usr/lib/", 0o755);
+    tar.symlink("l", "secret").symlink("lib", "/usr/../usr/lib");
+    tar.file("l/key", "k").file("l/other", "o");
+    tar.file("lib/new", "n").file("lib/old", "m");
+    let file = ArchiveFile::new(tar.finish());
+    let paths = |exclude: &[&str]| {
+        let mut with = options("base/a:1", file.source());
+        with.excludes = exclude.iter().map(|text| (*text).to_owned()).collect();
+        let tree = try_pack(&memory_store(), &with).unwrap().tree();
+        let paths: Vec<String> = tree.paths().iter().map(|path| (*path).to_owned()).collect();
+        paths
+    };
+    let all = paths(&[]);
+    assert!(all.iter().any(|path| path == "secret/key"), "{all:?}");
+    for (pattern, gone) in [
+        ("/secret/key", "secret/key"),
+        ("/l/key", "secret/key"),
+        ("/usr/lib/new", "usr/lib/new"),
+        ("/lib/new", "usr/lib/new"),
+    ] {
+        let mut expected = all.clone();
+        expected.retain(|path| path != gone);
+        assert_eq!(paths(&[pattern]), expected, "{pattern}");
+    }
+}
+
 #[test]
 fn addresses_put_small_files_first_and_share_equal_contents() {
     let mut tar = TarWriter::new();

@@ -50,6 +50,25 @@ fn tar(fill: impl FnOnce(&mut TarWriter)) -> TarWriter {
 }
 
 #[test]
+fn excludes_follow_links_of_the_layers_below() {
+    let store = memory_store();
+    let below = tar(|tar| {
+        tar.dir("usr/lib/", 0o755).symlink("lib", "usr/lib");
+    });
+    pack(&store, "base/b:1", below);
+    let upper = tar(|tar| {
+        tar.file("lib/new", "1").file("lib/kept", "2");
+    });
+    let file = ArchiveFile::new(upper.finish());
+    let mut with = on(&store, "toolkit/u:1", file.source(), &["base/b:1"]);
+    with.excludes = vec!["/usr/lib/new".to_owned()];
+    let tree = try_pack(&store, &with).unwrap().tree();
+    let paths = tree.paths();
+    let files = ["usr/lib/new", "usr/lib/kept"].map(|name| paths.iter().any(|path| path == name));
+    assert_eq!(files, [false, true], "{:?}", tree.paths());
+}
+
+#[test]
 fn directories_that_are_passed_through_look_as_below() {
     let store = memory_store();
     let base = tar(|tar| {

@@ -17,14 +17,23 @@ use crate::key::Key;
 
 /// First read that goes forward in a pack, in bytes; each further one is twice as long.
 const FIRST_WINDOW: u64 = 256 << 10;
+/// Runs of reads that are followed in one pack: layers that came there together are read in turns.
+const RUNS: usize = 4;
 
-/// How far the reads of a pack have come.
+/// How far a run of reads of a pack has come.
 #[derive(Debug, Clone, Copy, Default)]
 struct Ahead {
     /// Bytes from the start of the pack.
     end: u64,
     /// Length of the last read that went forward, in bytes.
     window: u64,
+}
+
+impl Ahead {
+    /// Whether a read at `offset` goes on with this run.
+    fn leads_to(&self, offset: u64) -> bool {
+        (self.end..=self.end.saturating_add(MAX_GAP)).contains(&offset)
+    }
 }
 
 #[derive(Debug)]
@@ -41,7 +50,8 @@ pub(super) struct FrameCheck {
     checked: HashMap<(u32, u64), bool>,
     /// By pack and offset.
     bad: BTreeMap<(u32, u64), Bad>,
-    ahead: HashMap<u32, Ahead>,
+    /// Runs of reads of each pack, the one that went on last at the end.
+    ahead: HashMap<u32, Vec<Ahead>>,
     /// What this machine remembers of earlier builds.
     pub(super) trust: Option<Trust>,
 }
@@ -101,10 +111,7 @@ impl FrameCheck {
             Err(error) => return Err(error),
         };
         if let Some(end) = run.last().map(end_of) {
-            let ahead = self.ahead.entry(number).or_default();
-            if end > ahead.end {
-                *ahead = Ahead { end, window };
-            }
+            self.went_on(number, first.offset, Ahead { end, window });
         }
         let numbers = usize::try_from(frame).unwrap_or(usize::MAX)..;
         let results = digests_of(store, pack, first.offset, &bytes, run);
@@ -164,12 +171,25 @@ impl FrameCheck {
 
     /// Bytes to read from `offset`; a frame is read whole in any case.
     fn window(&self, number: u32, offset: u64) -> u64 {
-        let ahead = self.ahead.get(&number).copied().unwrap_or_default();
-        if (ahead.end..=ahead.end.saturating_add(MAX_GAP)).contains(&offset) {
-            (ahead.window * 2).clamp(FIRST_WINDOW, MAX_REQUEST)
-        } else {
-            0
+        // The start of a pack goes on from nothing.
+        if offset <= MAX_GAP && !self.ahead.contains_key(&number) {
+            return FIRST_WINDOW;
         }
+        self.ahead
+            .get(&number)
+            .and_then(|runs| runs.iter().find(|run| run.leads_to(offset)))
+            .map_or(0, |run| (run.window * 2).clamp(FIRST_WINDOW, MAX_REQUEST))
+    }
+
+    /// A read began at `offset` and came as far as `now`.
+    fn went_on(&mut self, number: u32, offset: u64, now: Ahead) {
+        let runs = self.ahead.entry(number).or_default();
+        if let Some(place) = runs.iter().position(|run| run.leads_to(offset)) {
+            runs.remove(place);
+        } else if runs.len() >= RUNS {
+            runs.remove(0);
+        }
+        runs.push(now);
     }
 
     fn fetch(&self, store: &LayerStore, pack: &IndexPack, run: &[PackFrame]) -> Result<Vec<u8>> {

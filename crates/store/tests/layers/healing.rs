@@ -212,6 +212,17 @@ fn an_unchanged_layer_costs_few_requests() {
     let (one, all) = (count("base/y:1", &files[80..81]), count(NAME, &files));
     assert!(one <= nothing + 8, "{one}, {nothing}");
     assert!(all <= nothing + 24, "{all}, {nothing}");
+    // A late frame first, as where two layers came into one pack together, and two runs in turns.
+    let late: Vec<_> = files[159..].iter().chain(&files).cloned().collect();
+    let late = count("base/late:1", &late);
+    assert!(late <= nothing + 30, "{late}, {nothing}");
+    let (front, back) = files.split_at(80);
+    let turns = front
+        .iter()
+        .zip(back)
+        .flat_map(|(a, b)| [a.clone(), b.clone()]);
+    let turns = count("base/turns:1", &turns.collect::<Vec<_>>());
+    assert!(turns <= nothing + 40, "{turns}, {nothing}");
 }
 
 #[test]
