@@ -50,7 +50,7 @@ const SYNCED: &str = "present.synced";
 const BITS: usize = 64;
 /// Bytes that may go through the page cache of the data file before its pages are dropped: whoever
 /// reads them keeps a copy of its own.
-const KEEP_PAGES: u64 = 16 << 20;
+const KEEP_PAGES: u64 = 8 << 20;
 
 /// The cached bytes of one layer. Safe to use from many threads; only one instance may exist
 /// for a directory (the node's lock sees to that).

@@ -33,7 +33,7 @@ const AGAIN: Duration = Duration::from_secs(1);
 /// Bytes that may go into the pages of a blob's file before they are dropped: the filesystem above
 /// keeps its own. More costs memory, less has the kernel drop what it read ahead and was not asked
 /// for yet.
-const KEEP_PAGES: u64 = 16 << 20;
+const KEEP_PAGES: u64 = 8 << 20;
 
 #[derive(Debug)]
 pub(super) struct Entry {
