@@ -90,7 +90,24 @@ impl LayerStore {
         } else {
             self.guarded()?
         };
-        if store.check_marker()? {
+        let marker = match store.check_marker() {
+            // A newer store's is left alone.
+            Err(error)
+                if error.is_damage()
+                    && !store.has_newer_marker()?
+                    && !store.blobs().list("refs/")?.is_empty() =>
+            {
+                let mended = format!("{} written anew: {error}", Key::marker());
+                report.mended.push(mended);
+                if dry_run {
+                    return Ok(report); // nothing else can be looked at before that
+                }
+                store.replace_marker()?;
+                true
+            }
+            known => known?,
+        };
+        if marker {
         } else if store.blobs().list("refs/")?.is_empty()
             && store.blobs().list("packs/")?.is_empty()
         {

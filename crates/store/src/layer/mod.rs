@@ -96,6 +96,15 @@ pub struct RefEntry {
     pub modified: Option<SystemTime>,
 }
 
+/// The bytes of a store's marker.
+fn marker() -> Vec<u8> {
+    serde_json::to_vec(&Marker {
+        format: 1,
+        incompat: Vec::new(),
+    })
+    .unwrap_or_default()
+}
+
 impl LayerStore {
     /// Layers in `blobs`. No input or output happens here.
     #[must_use]
@@ -266,15 +275,10 @@ impl LayerStore {
             return Ok(None);
         }
         let lost = self.lost_marker()?;
-        let marker = serde_json::to_vec(&Marker {
-            format: 1,
-            incompat: Vec::new(),
-        })
-        .unwrap_or_default();
         match self
             .inner
             .blobs
-            .put(&Key::marker(), &marker, PutMode::IfAbsent)?
+            .put(&Key::marker(), &marker(), PutMode::IfAbsent)?
         {
             PutOutcome::Created => {
                 if let Err(error) = self.inner.blobs.reserve(true) {
@@ -287,6 +291,28 @@ impl LayerStore {
             }
             PutOutcome::Exists => self.check_marker().map(|_| None),
         }
+    }
+
+    /// Whether the marker is of a store that is newer than this program, as far as it can be read.
+    pub(crate) fn has_newer_marker(&self) -> Result<bool> {
+        let bytes = self.inner.blobs.get(&Key::marker(), MAX_SMALL)?;
+        let text = bytes.unwrap_or_default();
+        let Ok(marker) = serde_json::from_slice::<serde_json::Value>(&text) else {
+            return Ok(false);
+        };
+        let format = marker.get("format");
+        let features = marker.get("incompat").and_then(|list| list.as_array());
+        Ok(format.is_some_and(|format| *format != 1)
+            || features.is_some_and(|features| !features.is_empty()))
+    }
+
+    /// Writes a marker in the place of one that is damaged.
+    pub(crate) fn replace_marker(&self) -> Result<()> {
+        let key = Key::marker();
+        self.inner
+            .blobs
+            .put(&key, &marker(), PutMode::Overwrite)
+            .map(|_| ())
     }
 
     /// The damage, if the store has references but no marker.

@@ -178,6 +178,39 @@ fn indexes_and_locators_are_made_again() {
 }
 
 #[test]
+fn a_damaged_marker_is_written_anew_and_that_of_a_newer_store_is_left_alone() {
+    let (blobs, _, small) = little_used();
+    let put = |bytes: &[u8]| {
+        blobs
+            .put(&Key::marker(), bytes, PutMode::Overwrite)
+            .unwrap()
+    };
+    let marker = || blobs.get(&Key::marker(), 1000).unwrap().unwrap();
+    let good = marker();
+    for newer in [
+        r#"{"format":2}"#,
+        r#"{"format":2,"incompat":[]}"#,
+        r#"{"format":1,"incompat":["x"]}"#,
+    ] {
+        put(newer.as_bytes());
+        let store = LayerStore::new(std::sync::Arc::clone(&blobs));
+        assert!(store.repair(false).is_err(), "{newer}");
+        assert_eq!(marker(), newer.as_bytes());
+    }
+    for bad in [&b"{"[..], b"", b"[1]"] {
+        put(bad);
+        let store = LayerStore::new(std::sync::Arc::clone(&blobs));
+        assert!(store.resolve(&reference("base/small:1")).is_err());
+        let dry = store.repair(true).unwrap();
+        assert_eq!((dry.mended.len(), marker()), (1, bad.to_vec()));
+        let report = store.repair(false).unwrap();
+        assert!(report.is_ok() && report.mended.len() == 1, "{report:?}");
+        assert_eq!(marker(), good);
+        assert_good(&store, "base/small:1", &small);
+    }
+}
+
+#[test]
 fn what_cannot_be_repaired_is_named_with_its_layers() {
     let (blobs, store, _) = little_used();
     let pack = blobs
