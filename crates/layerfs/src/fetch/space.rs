@@ -160,7 +160,9 @@ impl Space {
 
     /// One round of the hand over all blobs.
     fn round(&self, hand: &mut Option<LayerId>, want: u64) -> u64 {
-        let mut blobs: Vec<_> = self.live().into_iter().filter(|b| !b.pinned()).collect();
+        // What is only looked at has no store, and may be pinned.
+        let evictable = |blob: &Arc<Blob>| !blob.pinned() && !blob.store_url().is_empty();
+        let mut blobs: Vec<_> = self.live().into_iter().filter(evictable).collect();
         let start = blobs.partition_point(|blob| Some(blob.layer()) < *hand);
         blobs.rotate_left(start);
         let mut freed = 0;
