@@ -509,15 +509,13 @@ fn privileged_a_killed_server_leaves_a_mount_that_can_be_taken_away() {
     let (point, _guard) = mount(&node, &["base/k:1"], "mnt");
     std::fs::read(point.join("file")).unwrap();
     kill_server(&node);
-    let failed = std::fs::metadata(&point).unwrap_err();
-    assert_eq!(failed.raw_os_error(), Some(ENOTCONN), "{failed}");
+    assert!(wait_until(|| is_cut_off(&point)));
     node.ok(["umount", text(&point)]);
     assert!(std::fs::read_dir(&point).unwrap().next().is_none());
     // And it mounts again, also over one that nobody took away.
     node.ok(["mount", "--fuse", "base/k:1", text(&point)]);
     kill_server(&node);
-    let failed = std::fs::metadata(&point).unwrap_err();
-    assert_eq!(failed.raw_os_error(), Some(ENOTCONN), "{failed}");
+    assert!(wait_until(|| is_cut_off(&point)));
     let output = node.run(["mount", "--fuse", "base/k:1", text(&point)]);
     assert!(output.status.success(), "{}", describe(&output));
     // Nothing is said that is no news.
@@ -530,6 +528,13 @@ fn privileged_a_killed_server_leaves_a_mount_that_can_be_taken_away() {
     none_left(&node);
     let error = node.fails(1, ["umount", text(&point)]);
     assert!(error.contains("nothing is mounted"), "{error}");
+}
+
+/// Whether a mount has lost its server. A question asked between the server's death and the end of
+/// its connection is answered with another error (ECONNABORTED).
+fn is_cut_off(point: &Path) -> bool {
+    let answer = std::fs::metadata(point);
+    answer.is_err_and(|error| error.raw_os_error() == Some(ENOTCONN))
 }
 
 /// Kills the one server of a node's mounts.
