@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context as _, bail};
+use layerpack_store::blob::{addresses, has_scheme};
 use layerpack_store::{LayerStore, ReadCacheOptions};
 
 use crate::args::Global;
@@ -221,12 +222,33 @@ fn default_cache(
         .map(|base| base.join("layerpack"))
 }
 
-/// A store's address as given on the command line: a path becomes an absolute URL.
+/// A store's addresses as given on the command line: paths become absolute URLs. A relative path with
+/// a comma is a directory of that name where there is one, else several directories: who writes `a,b`
+/// for two copies of a store must not get a third by that name.
 fn absolute_url(text: &str) -> anyhow::Result<String> {
-    if text.contains("://") {
-        return Ok(text.to_owned());
+    let mut urls = Vec::new();
+    for address in addresses(text)? {
+        if has_scheme(address) {
+            urls.push(address.to_owned());
+            continue;
+        }
+        let paths = if address.starts_with('/') || Path::new(address).is_dir() {
+            vec![address]
+        } else {
+            address.split(',').collect()
+        };
+        for path in paths {
+            if path.is_empty() {
+                return Err(usage(format!(
+                    "one of the addresses in {text:?} is empty; a directory whose name has a comma is written as file:///DIR"
+                )));
+            }
+            let path = std::path::absolute(path)
+                .with_context(|| format!("cannot resolve store {path:?}"))?;
+            urls.push(file_url(&path)?);
+        }
     }
-    file_url(&std::path::absolute(text).with_context(|| format!("cannot resolve store {text:?}"))?)
+    Ok(urls.join(","))
 }
 
 fn default_store(root: &Path) -> anyhow::Result<String> {
@@ -246,6 +268,36 @@ fn file_url(path: &Path) -> anyhow::Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn directories_are_told_apart_like_addresses() {
+        let dir = tempfile::tempdir().unwrap();
+        let base = dir.path().to_str().unwrap();
+        let url = |text: &str| absolute_url(&text.replace('~', base)).unwrap();
+        let wanted = |text: &str| text.replace('~', base);
+        for (text, expected) in [
+            ("~/a", "file://~/a"),
+            ("~/a,~/b", "file://~/a,file://~/b"),
+            ("s3://b/x?region=r", "s3://b/x?region=r"),
+            ("~/a,s3://b/x", "file://~/a,s3://b/x"),
+            ("s3://b/x,~/a", "s3://b/x,file://~/a"),
+            ("file://~/a,b", "file://~/a,b"),
+        ] {
+            assert_eq!(url(text), wanted(expected), "{text}");
+        }
+        // Relative ones are several too, unless there is a directory of the whole name.
+        let here = std::env::current_dir().unwrap();
+        let here = here.to_str().unwrap();
+        assert_eq!(url("mA,mB"), format!("file://{here}/mA,file://{here}/mB"));
+        assert_eq!(
+            url("mA,s3://b/x,~/c"),
+            wanted(&format!("file://{here}/mA,s3://b/x,file://~/c"))
+        );
+        assert_eq!(url("~/c,d"), wanted("file://~/c,d"));
+        for text in ["", ",", ",/a", "/a,", "mA,", ",mA", "mA,,mB"] {
+            absolute_url(text).unwrap_err();
+        }
+    }
 
     #[test]
     fn caches_lie_with_the_system_or_with_the_user() {

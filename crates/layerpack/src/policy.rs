@@ -12,6 +12,8 @@ use anyhow::{Context as _, bail};
 use layerpack_store::{Digest, LayerStore, Manifest, PublicKey, Reference, StoreError};
 use serde::Deserialize;
 
+use crate::failure::of_toml;
+
 /// Name of the policy in the node's root directory.
 pub(crate) const FILE_NAME: &str = "policy.toml";
 /// Largest policy file in bytes.
@@ -77,7 +79,7 @@ impl Policy {
     }
 
     fn parse(text: &str) -> anyhow::Result<Self> {
-        let policy: Self = toml::from_str(text)?;
+        let policy: Self = toml::from_str(text).map_err(|e| of_toml(&e, text))?;
         for rule in &policy.rule {
             for name in rule.keys.iter().flatten() {
                 if !policy.keys.contains_key(name) {
@@ -191,6 +193,14 @@ pub(crate) fn matches(pattern: &str, text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_wrong_is_one_line() {
+        let error = Policy::parse("mode = \"warn\"\n[[rule]]\nlayers = 3\n").unwrap_err();
+        let said = format!("{error:#}");
+        assert!(said.starts_with("line 3: "), "{said}");
+        assert!(!said.contains('\n'), "{said}");
+    }
 
     #[test]
     fn a_star_is_any_run_of_characters() {

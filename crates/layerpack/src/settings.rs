@@ -15,6 +15,7 @@ use layerpack_layerfs::ErofsBacking;
 use serde::{Deserialize, Serialize};
 
 use crate::args::NodeArgs;
+use crate::failure::of_toml;
 use crate::units::Bytes;
 use node::{NodeSettings, NodeTable};
 
@@ -207,7 +208,9 @@ fn read(path: &Path) -> anyhow::Result<File> {
         bail!("the configuration {} is too large", path.display());
     }
     let text = fs_err::read_to_string(path).context("cannot read the configuration")?;
-    toml::from_str(&text).with_context(|| format!("the configuration {} is wrong", path.display()))
+    toml::from_str(&text)
+        .map_err(|e| of_toml(&e, &text))
+        .with_context(|| format!("the configuration {} is wrong", path.display()))
 }
 
 #[cfg(test)]
@@ -247,7 +250,8 @@ mod tests {
             "[daemon]\nerofs = \"floppy\"",
         ] {
             fs_err::write(&file, wrong).unwrap();
-            assert!(load(None, None, &file).is_err(), "{wrong}");
+            let said = format!("{:#}", load(None, None, &file).unwrap_err());
+            assert!(said.contains("line ") && !said.contains('\n'), "{said}");
         }
         // A file that is named must be there.
         let given = Given {

@@ -212,7 +212,11 @@ fn privileged_a_node_mounts_only_what_its_policy_trusts() {
     // A policy that cannot be understood lets nothing through.
     fs_err::write(&policy, "mode = \"requier\"\n").unwrap();
     let error = node.fails(1, ["mount", "base/a:1", directory]);
-    assert!(error.contains("policy.toml"), "{error}");
+    assert!(
+        error.contains("policy.toml") && error.contains("line 1: "),
+        "{error}"
+    );
+    assert!(!error.contains("\\n"), "{error}");
 
     fs_err::write(&policy, rules("require")).unwrap();
     node.ok(["sign", "base/a:1", "--key", file.to_str().unwrap()]);

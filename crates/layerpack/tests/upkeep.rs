@@ -41,6 +41,18 @@ fn bytes_below(dir: &Path) -> u64 {
     sum
 }
 
+fn files_below(dir: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs_err::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        match path.is_dir() {
+            true => found.extend(files_below(&path)),
+            false => found.push(path),
+        }
+    }
+    found
+}
+
 fn number(value: &Value, pointer: &str) -> u64 {
     value.pointer(pointer).and_then(Value::as_u64).unwrap()
 }
@@ -134,4 +146,59 @@ fn a_damaged_store_is_told_and_repaired() {
         told.contains("base/a:1") || told.contains("base/b:1"),
         "{told}"
     );
+}
+
+#[test]
+fn what_a_healed_layer_left_behind_is_a_warning() {
+    let node = Node::new("superseded");
+    let tree = source(&node, "a", 1, 6);
+    node.build("base/a:1", &tree, &[]);
+    let pack = files_below(&node.store().join("packs")).pop().unwrap();
+    let mut bytes = fs_err::read(&pack).unwrap();
+    bytes[5000] ^= 1;
+    fs_err::write(&pack, bytes).unwrap();
+    let error = node.fails(1, ["verify", "--all", "--read-data"]);
+    assert!(error.contains("base/a:1"), "{error}");
+
+    node.build("base/a:1", &tree, &["--no-cache"]);
+    let output = node.run(["verify", "--all", "--read-data"]);
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{told}");
+    assert!(
+        told.contains("warning: ") && told.contains("`layerpack prune --min-live 100`"),
+        "{told}"
+    );
+    let report = node.json(["verify", "--all", "--read-data"]);
+    assert_eq!(report["damaged"].as_array().unwrap().len(), 0, "{report}");
+    assert_eq!(report["superseded"].as_array().unwrap().len(), 1);
+    node.ok(["prune", "--min-live", "100", "--grace", "0"]);
+    let report = node.json(["verify", "--all", "--read-data"]);
+    assert_eq!(report["superseded"].as_array().unwrap().len(), 0);
+}
+
+/// `a,b` is two directories, as `file:///.../a,file:///.../b` is.
+#[test]
+fn relative_directories_are_mirrors_too() {
+    let node = Node::new("comma");
+    node.build("base/a:1", &source(&node, "a", 1, 2), &[]);
+    let run = |arguments: &[&str]| {
+        let mut command = node.command();
+        command.current_dir(node.scratch.path()).args(arguments);
+        command.output().unwrap()
+    };
+    for to in ["mA", "mB"] {
+        let output = run(&["push", "base/a:1", "--to", to]);
+        assert!(output.status.success(), "{output:?}");
+    }
+    let output = run(&["--store", "mA,mB", "ls"]);
+    assert!(output.status.success(), "{output:?}");
+    assert!(String::from_utf8(output.stdout).unwrap().contains("base/a"));
+    // What is lost in the first comes from the second.
+    fs_err::remove_dir_all(node.scratch.join("mA/packs")).unwrap();
+    let output = run(&["--store", "mA,mB", "cat", "base/a:1", "/f0"]);
+    assert!(output.status.success(), "{output:?}");
+    assert!(output.stdout == fs_err::read(node.scratch.join("a/f0")).unwrap());
+    assert!(!node.scratch.join("mA,mB").exists());
+    let output = run(&["--store", "mA,", "ls"]);
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
 }

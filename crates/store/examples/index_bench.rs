@@ -2,9 +2,8 @@
 //!
 //! The store is made up: segments of 100,000 chunks that are generated again whenever they are
 //! read, so that only the local index takes disk. The chunks' digests are the outputs of a fast
-//! generator, uniform as real ones are. Times are of this process alone, on a warm page cache for
-//! the first figures; then the index files are dropped from the page cache and the look-ups run
-//! again.
+//! generator, uniform as real ones are. The index is read into the page cache before each of the
+//! first figures; then it is dropped from there before each, and fewer are looked up.
 #![allow(clippy::print_stdout, reason = "a program that reports")]
 
 use std::error::Error;
@@ -27,7 +26,10 @@ const PACK: u64 = 5000;
 /// Look-ups of one measurement.
 const LOOKUPS: u64 = 500_000;
 
-/// Third argument of the process that looks up.
+/// The file with the segments' names.
+const SEGMENTS: &str = "segments.txt";
+/// Third argument of the process that looks up: `index_bench CHUNKS DIR search` on a directory that
+/// was kept.
 const SEARCH: &str = "search";
 
 /// A store that has index segments only, made when they are read.
@@ -79,6 +81,22 @@ impl Synthetic {
         for number in 0..chunks.div_ceil(SEGMENT) {
             let bytes = segment(number, chunks)?;
             segments.push((Key::index(&Digest::of(&bytes)), bytes.len() as u64));
+        }
+        Ok(Self { segments, chunks })
+    }
+
+    /// Notes the segments' names, which take a while to make.
+    fn save(&self, dir: &Path) -> std::result::Result<(), Box<dyn Error>> {
+        let line = |(key, size): &(Key, u64)| format!("{key} {size}\n");
+        let lines: String = self.segments.iter().map(line).collect();
+        Ok(fs_err::write(dir.join(SEGMENTS), lines)?)
+    }
+
+    fn load(chunks: u64, dir: &Path) -> std::result::Result<Self, Box<dyn Error>> {
+        let mut segments = Vec::new();
+        for line in fs_err::read_to_string(dir.join(SEGMENTS))?.lines() {
+            let (key, size) = line.split_once(' ').ok_or("a segment has no size")?;
+            segments.push((Key::new(key)?, size.parse()?));
         }
         Ok(Self { segments, chunks })
     }
@@ -180,47 +198,101 @@ fn evict(dir: &Path) -> std::result::Result<(), Box<dyn Error>> {
     Ok(())
 }
 
+/// Reads the index, so that it is in the page cache.
+fn warm(dir: &Path) -> std::result::Result<(), Box<dyn Error>> {
+    for entry in fs_err::read_dir(dir)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            warm(&path)?;
+            continue;
+        }
+        std::io::copy(&mut fs_err::File::open(&path)?, &mut std::io::sink())?;
+    }
+    Ok(())
+}
+
 fn rate(n: u64, time: Duration) -> u64 {
     u64::try_from(u128::from(n) * 1_000_000_000 / time.as_nanos().max(1)).unwrap_or(u64::MAX)
 }
 
-/// Processor time of this thread: what a look-up costs whatever else the machine does.
+/// Processor time of this process: what a look-up costs whatever else the machine does.
 fn processor() -> Duration {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     Duration::try_from(time).unwrap_or_default()
 }
 
+/// One way to look chunks up.
+#[derive(Debug, Clone, Copy)]
+enum Way {
+    /// One by one.
+    Alone,
+    /// So many at a time, as a writer asks for a frame's or a piece of a file's.
+    Together(usize),
+    /// All, with so many threads.
+    Threads(usize),
+}
+
+/// Looks all of `wanted` up in each way, after what `before` does.
 fn look(
     what: &str,
     index: &mut ChunkIndex,
     wanted: &[Digest],
     expected: u64,
+    before: &dyn Fn() -> std::result::Result<(), Box<dyn Error>>,
 ) -> std::result::Result<(), Box<dyn Error>> {
-    let mut places = Vec::new();
-    let (mut hits, began, busy) = (0, Instant::now(), processor());
-    for digest in wanted {
-        places.clear();
-        index.find(digest, &mut places)?;
-        hits += u64::from(!places.is_empty());
-    }
-    let one = rate(wanted.len() as u64, began.elapsed());
-    let busy = rate(wanted.len() as u64, processor().saturating_sub(busy));
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let began = Instant::now();
-    let known = index.count_known(wanted, threads)?;
-    let all = rate(wanted.len() as u64, began.elapsed());
-    if (hits, known) != (expected, expected) {
-        return Err(format!("{what}: {hits} and {known} of {expected} chunks were found").into());
+    let ways = [
+        Way::Alone,
+        Way::Together(64),
+        Way::Together(4096),
+        Way::Threads(1),
+        Way::Threads(threads),
+    ];
+    for way in ways {
+        let mut known = vec![false; wanted.len()];
+        let mut note = |number: usize| {
+            if let Some(known) = known.get_mut(number) {
+                *known = true;
+            }
+        };
+        before()?;
+        let (began, busy) = (Instant::now(), processor());
+        match way {
+            Way::Alone => {
+                let mut places = Vec::new();
+                for (number, digest) in wanted.iter().enumerate() {
+                    places.clear();
+                    index.find(digest, &mut places)?;
+                    if !places.is_empty() {
+                        note(number);
+                    }
+                }
+            }
+            Way::Together(count) => {
+                for (part, digests) in wanted.chunks(count).enumerate() {
+                    index.find_many(digests, 1, &mut |n, _| note(part * count + n))?;
+                }
+            }
+            Way::Threads(threads) => index.find_many(wanted, threads, &mut |n, _| note(n))?,
+        }
+        let (wall, busy) = (began.elapsed(), processor().saturating_sub(busy));
+        let found = known.iter().map(|known| u64::from(*known)).sum::<u64>();
+        if found != expected {
+            return Err(format!("{what}, {way:?}: {found} of {expected} chunks were found").into());
+        }
+        let count = wanted.len() as u64;
+        println!(
+            "{what}, {way:?}: {} look-ups/s, {} a second of processor time",
+            rate(count, wall),
+            rate(count, busy)
+        );
     }
-    println!(
-        "{what}: {one} look-ups/s on one thread ({busy} a second of its processor time), {all} on {threads}"
-    );
     Ok(())
 }
 
 /// What a process that builds a layer sees: the index is there already.
 fn search(chunks: u64, dir: &Path) -> std::result::Result<(), Box<dyn Error>> {
-    let store = LayerStore::new(Arc::new(Synthetic::new(chunks)?));
+    let store = LayerStore::new(Arc::new(Synthetic::load(chunks, dir)?));
     let began = Instant::now();
     let mut index = ChunkIndex::open(&store, Some(dir))?;
     println!(
@@ -232,18 +304,22 @@ fn search(chunks: u64, dir: &Path) -> std::result::Result<(), Box<dyn Error>> {
     let hits: Vec<Digest> = (0..LOOKUPS).map(|i| digest(pick(i))).collect();
     let misses: Vec<Digest> = (0..LOOKUPS).map(|i| digest(chunks + pick(i))).collect();
     let before = memory().0;
+    // What else runs on the machine may have emptied the page cache.
+    let warm = || warm(dir);
     for round in 1..=3 {
         look(
             &format!("hits, warm, round {round}"),
             &mut index,
             &hits,
             LOOKUPS,
+            &warm,
         )?;
         look(
             &format!("misses, warm, round {round}"),
             &mut index,
             &misses,
             0,
+            &warm,
         )?;
     }
     let (now, peak) = memory();
@@ -252,16 +328,22 @@ fn search(chunks: u64, dir: &Path) -> std::result::Result<(), Box<dyn Error>> {
         (LOOKUPS * 64) >> 20,
         index.stats().memory_bytes >> 20
     );
-    evict(dir)?;
+    let cold = || evict(dir);
     let few = hits.get(..20_000).unwrap_or_default();
     let count = few.len() as u64;
-    look("hits, index not in the page cache", &mut index, few, count)?;
-    evict(dir)?;
+    look(
+        "hits, index not in the page cache",
+        &mut index,
+        few,
+        count,
+        &cold,
+    )?;
     look(
         "misses, index not in the page cache",
         &mut index,
         &misses,
         0,
+        &cold,
     )
 }
 
@@ -277,7 +359,9 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     let dir = tempfile::tempdir_in(parent)?;
 
     let began = Instant::now();
-    let store = LayerStore::new(Arc::new(Synthetic::new(chunks)?));
+    let synthetic = Synthetic::new(chunks)?;
+    synthetic.save(dir.path())?;
+    let store = LayerStore::new(Arc::new(synthetic));
     println!(
         "{chunks} chunks in {} segments, made in {:.1} s",
         chunks.div_ceil(SEGMENT),

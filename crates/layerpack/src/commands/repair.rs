@@ -37,6 +37,12 @@ pub(super) fn run(context: &Context, args: &RepairArgs) -> Outcome {
         }
         Ok(())
     })?;
+    for unused in report.unused.iter().filter(|_| context.says_warnings()) {
+        note(&printable(&format!(
+            "warning: {}; nothing uses the pack, and `layerpack gc` deletes it",
+            unused.what
+        )));
+    }
     if report.is_ok() {
         return Ok(ExitCode::SUCCESS);
     }

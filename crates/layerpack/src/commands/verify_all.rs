@@ -84,6 +84,9 @@ pub(super) fn run(context: &Context, args: &VerifyArgs, keys: Option<&[PublicKey
         for line in &report.warnings {
             note(&printable(&format!("warning: {line}")));
         }
+        for superseded in &report.superseded {
+            note(&printable(&format!("warning: {}", superseded.what)));
+        }
     }
     if !unsigned.is_empty() {
         let error = lacks_signature(&unsigned, &args.key);

@@ -16,11 +16,12 @@ use std::time::Duration;
 use fs_err as fs;
 
 use super::disk::{Disk, System};
-use super::{FileStore, PutOutcome};
+use super::{FileStore, MemStore, PutOutcome};
 use crate::format::map::{Extent, MapBuilder};
 use crate::gc::{GcOptions, PruneOptions};
 use crate::layer::{Draft, LayerStore, WriterOptions};
 use crate::reference::Reference;
+use crate::transfer::{TransferOptions, transfer};
 
 #[derive(Debug, Clone)]
 enum Call {
@@ -397,5 +398,34 @@ fn collecting_and_compacting() {
                 wait: false,
             })
             .unwrap();
+    });
+}
+
+/// An index is made anew: the layer is whole all the while.
+#[test]
+fn repairing() {
+    crash_everywhere(|store, recorder| {
+        publish(store, "base/b:1", 2).unwrap();
+        recorder.note(Call::Published("base/b:1".to_owned()));
+        for index in store.blobs().list("index/").unwrap() {
+            store.blobs().delete(&index.key).unwrap();
+        }
+        let report = store.repair(false).unwrap();
+        assert_eq!(report.indexed.len(), 1, "{report:?}");
+    });
+}
+
+/// Layers come from another store.
+#[test]
+fn copying() {
+    crash_everywhere(|store, recorder| {
+        let from = LayerStore::new(Arc::new(MemStore::new()));
+        for (name, seed) in [("base/a:1", 1), ("base/b:1", 2)] {
+            publish(&from, name, seed).unwrap();
+            let layer = from.load(&name.parse().unwrap()).unwrap();
+            let options = TransferOptions::default();
+            transfer(&from, store, &[layer], &options, &mut |_| {}).unwrap();
+            recorder.note(Call::Published(name.to_owned()));
+        }
     });
 }

@@ -37,7 +37,9 @@ pub use limit::{LimitedStore, RateLimits};
 pub use mem::MemStore;
 pub use mirror::MirrorStore;
 pub use oci::OciStore;
-pub use open::{OpenOptions, ReadCacheOptions, S3Credentials, open, open_url};
+pub use open::{
+    OpenOptions, ReadCacheOptions, S3Credentials, addresses, has_scheme, open, open_url,
+};
 pub use remote::Timeouts;
 pub use retry::{RetryPolicy, RetryStore};
 pub use s3::S3Store;

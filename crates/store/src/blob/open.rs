@@ -186,9 +186,12 @@ fn invalid(url: &str, why: impl Into<String>) -> StoreError {
     }
 }
 
-/// The addresses in `text`. A comma separates them where an address with a scheme or an absolute
-/// path follows; another comma belongs to a directory's name.
-fn addresses(text: &str) -> Result<Vec<&str>> {
+/// The addresses in `text`, at least one. A comma separates them where an address with a scheme or an
+/// absolute path follows; another comma belongs to a directory's name.
+///
+/// # Errors
+/// [`StoreError::InvalidUrl`] if one is empty or there are too many.
+pub fn addresses(text: &str) -> Result<Vec<&str>> {
     if text.is_empty() {
         return Err(invalid(text, format!("it is empty; {SCHEMES}")));
     }
@@ -222,7 +225,9 @@ fn addresses(text: &str) -> Result<Vec<&str>> {
     Ok(found)
 }
 
-fn has_scheme(text: &str) -> bool {
+/// Whether an address names its scheme; else it is a directory's path.
+#[must_use]
+pub fn has_scheme(text: &str) -> bool {
     text.split_once("://").is_some_and(|(scheme, _)| {
         !scheme.is_empty()
             && scheme

@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::collect::{family, reason_of};
 use super::condemned::Condemned;
 use super::lease::Leases;
-use super::mark::{Marks, UsedLayer, mark, places_of};
+use super::mark::{Marks, Reason, Unknown, UsedLayer, mark, places_of};
 use super::parallel;
 use super::repair::{Lost, object_of};
 use crate::blob::{Disagreement, ObjectInfo};
@@ -70,6 +70,9 @@ pub struct AuditReport {
     pub layers: Vec<AuditedLayer>,
     /// What is damaged or missing.
     pub damaged: Vec<Lost>,
+    /// What is damaged in packs that are there, where it is sure that no layer needs it: bytes that a
+    /// healed layer has elsewhere by now, and packs that nothing uses. `what` says what clears it.
+    pub superseded: Vec<Lost>,
     /// What nothing uses. It was checked as far as its name tells what it must be.
     pub orphans: Vec<Orphan>,
     /// What harms no layer, one line each.
@@ -88,6 +91,17 @@ struct Finding {
     layers: BTreeSet<String>,
     /// See [`Lost::good`].
     good: Option<String>,
+    /// It is not there.
+    missing: bool,
+}
+
+impl Finding {
+    fn is_of_a_pack_that_is_there(&self, object: &str) -> bool {
+        self.layers.is_empty()
+            && self.good.is_none()
+            && !self.missing
+            && object.starts_with("packs/")
+    }
 }
 
 impl Findings {
@@ -97,6 +111,7 @@ impl Findings {
             what: error.to_string(),
             layers: BTreeSet::new(),
             good: None,
+            missing: matches!(error, StoreError::Missing { .. }),
         });
         found.layers.extend(layer.map(str::to_owned));
     }
@@ -109,7 +124,19 @@ impl Findings {
                 what: found.to_error().to_string(),
                 layers: BTreeSet::new(),
                 good: Some(found.good.clone()),
+                missing: false,
             });
+    }
+
+    /// Whether it is known of each layer which bytes it uses.
+    fn know_all_uses(&self, marks: &Marks) -> bool {
+        marks.unknown == Unknown::Nothing
+            && marks.unreadable.is_empty()
+            && !self.damaged.keys().any(|key| {
+                ["locators/", "maps/", "manifests/"]
+                    .iter()
+                    .any(|family| key.starts_with(family))
+            })
     }
 
     /// Passes on what is no damage.
@@ -122,6 +149,19 @@ impl Findings {
             }
             Err(error) => Err(error),
         }
+    }
+}
+
+/// What clears damage of a pack that no layer touches.
+fn remedy_of_unneeded(marks: &Marks, object: &str) -> Option<&'static str> {
+    let key = Key::new(object).ok()?;
+    match marks.reason(&key) {
+        None => Some("nothing uses the pack, and `layerpack gc` deletes it"),
+        // Layers need other bytes of it.
+        Some(Reason::Unknown) => None,
+        Some(_) => Some(
+            "no layer uses these bytes any more, and `layerpack prune --min-live 100` leaves them out of a new pack",
+        ),
     }
 }
 
@@ -233,16 +273,26 @@ impl LayerStore {
             });
         }
         report.layers.sort_by(|a, b| a.name.cmp(&b.name));
-        report.damaged = findings
-            .damaged
-            .into_iter()
-            .map(|(object, finding)| Lost {
+        let sure = findings.know_all_uses(&marks);
+        for (object, finding) in findings.damaged {
+            let remedy = match sure && finding.is_of_a_pack_that_is_there(&object) {
+                true => remedy_of_unneeded(&marks, &object),
+                false => None,
+            };
+            let lost = |what| Lost {
                 object,
-                what: finding.what,
+                what,
                 layers: finding.layers.into_iter().collect(),
                 good: finding.good,
-            })
-            .collect();
+            };
+            match remedy {
+                Some(remedy) => {
+                    let what = format!("{}; {remedy}", finding.what);
+                    report.superseded.push(lost(what));
+                }
+                None => report.damaged.push(lost(finding.what)),
+            }
+        }
         Ok(report)
     }
 

@@ -50,6 +50,8 @@ pub struct RepairReport {
     pub mended: Vec<String>,
     /// What cannot be repaired.
     pub lost: Vec<Lost>,
+    /// Damaged packs that nothing uses: collecting garbage deletes them.
+    pub unused: Vec<Lost>,
 }
 
 impl RepairReport {
@@ -124,6 +126,17 @@ impl LayerStore {
         let marks = mark(&store, &leases)?;
         let packs = store.repair_index(&marks, &mut report)?;
         store.repair_layers(marks, &packs, &mut report)?;
+        if !report.lost.is_empty() {
+            // As locators lead now.
+            let marks = mark(&store, &leases)?;
+            let unused = |lost: &mut Lost| {
+                marks.unreadable.is_empty()
+                    && lost.layers.is_empty()
+                    && lost.object.starts_with("packs/")
+                    && Key::new(&lost.object).is_ok_and(|key| marks.reason(&key).is_none())
+            };
+            report.unused = report.lost.extract_if(.., unused).collect();
+        }
         report.lost.sort_by(|a, b| a.object.cmp(&b.object));
         Ok(report)
     }

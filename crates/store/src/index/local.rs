@@ -16,8 +16,9 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use zerocopy::little_endian::U32;
 
+use super::many::{self, Hit};
 use super::merge::merge;
-use super::run::{Run, RunPack};
+use super::run::{Run, RunPack, block_of, to_usize};
 use super::run_writer::{RunWriter, SUFFIX, TEMPORARY};
 use super::stream::{SegmentStream, segments, settled_segments};
 use super::{IndexStats, Place};
@@ -49,8 +50,12 @@ const MAX_RUNS: usize = 12;
 const STALE: Duration = Duration::from_secs(60 * 60);
 /// How long to wait for another process that reads the same segments.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Digests that are looked up together, at most: 8 MiB of them.
-const MAX_BATCH: usize = 1 << 18;
+/// Digests that a thread looks up together: fewer are not worth one, more need more memory (64 bytes
+/// each).
+const MIN_SHARE: usize = 1 << 12;
+const MAX_SHARE: usize = 1 << 18;
+/// Bytes of such shares in memory.
+const SHARES: u64 = 64 << 20;
 /// Looks at store and directory before going on with what there is.
 const ATTEMPTS: usize = 4;
 
@@ -304,19 +309,32 @@ impl LocalIndex {
             let Err((number, error)) = self.try_find(digest, places) else {
                 return Ok(());
             };
-            let run = self.runs.remove(number);
-            discard(&run, &error, warnings);
-            match self.refresh(warnings) {
-                Ok(()) => {}
-                Err(Failure::Store(error)) => return Err(error),
-                Err(Failure::Cache(error)) => warnings.push(format!(
-                    "the index cache {} cannot be used: {error}; chunks may be stored twice",
-                    self.dir.display()
-                )),
-            }
+            self.make_again(number, &error, warnings)?;
         }
         places.truncate(before);
         Ok(())
+    }
+
+    /// Removes a damaged run and reads its segments again.
+    fn make_again(
+        &mut self,
+        number: usize,
+        error: &io::Error,
+        warnings: &mut Vec<String>,
+    ) -> Result<(), StoreError> {
+        let run = self.runs.remove(number);
+        discard(&run, error, warnings);
+        match self.refresh(warnings) {
+            Ok(()) => Ok(()),
+            Err(Failure::Store(error)) => Err(error),
+            Err(Failure::Cache(error)) => {
+                warnings.push(format!(
+                    "the index cache {} cannot be used: {error}; chunks may be stored twice",
+                    self.dir.display()
+                ));
+                Ok(())
+            }
+        }
     }
 
     /// An error with the number of the run that has it.
@@ -331,15 +349,12 @@ impl LocalIndex {
                 .map_err(|e| (number, e))?;
             for &(pack, chunk) in &self.found {
                 let record = run.pack(pack).map_err(|e| (number, e))?;
-                let live = usize::try_from(record.segment())
-                    .ok()
-                    .and_then(|s| run.live.get(s));
                 let place = Place {
                     pack: record.pack(),
                     chunk,
                 };
                 // Another run may have the same segment.
-                if live == Some(&true) && !places.contains(&place) {
+                if run.is_live(&record) && !places.contains(&place) {
                     places.push(place);
                 }
             }
@@ -347,39 +362,73 @@ impl LocalIndex {
         Ok(())
     }
 
-    /// How many of the digests have a place.
-    pub(super) fn count_known(&self, digests: &[Digest], threads: usize) -> io::Result<u64> {
-        let share = digests.len().div_ceil(threads.max(1)).clamp(1, MAX_BATCH);
-        let parts: Vec<&[Digest]> = digests.chunks(share).collect();
-        let mut known = 0;
-        // In the order in which the runs have them: neighbours share pages of the file and of the
-        // tables.
-        let count = |part: &&[Digest]| -> io::Result<u64> {
-            let mut sorted = part.to_vec();
-            sorted.sort_unstable();
-            let mut known = vec![false; sorted.len()];
-            let mut buffer = Vec::new();
-            for run in &self.runs {
-                run.know(&sorted, &mut known, &mut buffer)?;
+    /// The places of many chunks, as [`LocalIndex::find`] tells those of one. A place may be told
+    /// twice.
+    pub(super) fn find_many(
+        &mut self,
+        digests: &[Digest],
+        threads: usize,
+        each: &mut dyn FnMut(usize, Place),
+        warnings: &mut Vec<String>,
+    ) -> Result<(), StoreError> {
+        for _ in 0..ATTEMPTS {
+            match self.try_find_many(digests, threads, each) {
+                Ok(()) => break,
+                Err((number, error)) => self.make_again(number, &error, warnings)?,
             }
-            Ok(known.iter().map(|known| u64::from(*known)).sum())
-        };
+        }
+        Ok(())
+    }
+
+    /// An error with the number of the run that has it.
+    fn try_find_many(
+        &self,
+        digests: &[Digest],
+        threads: usize,
+        each: &mut dyn FnMut(usize, Place),
+    ) -> Result<(), (usize, io::Error)> {
+        let share = digests.len().div_ceil(threads.max(1));
+        let share = share.clamp(MIN_SHARE, MAX_SHARE);
+        let parts: Vec<&[Digest]> = digests.chunks(share).collect();
         let bounds = Bounds {
             threads,
-            bytes: u64::MAX,
+            bytes: SHARES,
+        };
+        let look_up = |part: &&[Digest]| -> Result<Vec<(usize, Hit)>, (usize, io::Error)> {
+            let mut wanted: Vec<(Digest, u32)> = part.iter().copied().zip(0..).collect();
+            // By what tells them apart in all but a few of 2^64.
+            wanted.sort_unstable_by_key(|(digest, _)| block_of(digest, 64));
+            let (mut hits, mut all) = (Vec::with_capacity(part.len()), Vec::new());
+            for (number, run) in self.runs.iter().enumerate() {
+                hits.clear();
+                many::find_many(run, &wanted, &mut hits).map_err(|e| (number, e))?;
+                all.extend(hits.iter().map(|hit| (number, *hit)));
+            }
+            Ok(all)
         };
         for_each(
             &parts,
             bounds,
             Order::Free,
-            |_| 0,
-            count,
-            |_, n| {
-                known += n?;
-                Ok::<(), io::Error>(())
+            |part| part.len() as u64 * 64,
+            look_up,
+            |part, hits| {
+                for (number, hit) in hits? {
+                    let Some(run) = self.runs.get(number) else {
+                        continue;
+                    };
+                    let record = run.pack(hit.pack).map_err(|e| (number, e))?;
+                    if run.is_live(&record) {
+                        let place = Place {
+                            pack: record.pack(),
+                            chunk: hit.chunk,
+                        };
+                        each(part * share + to_usize(hit.wanted.into()), place);
+                    }
+                }
+                Ok(())
             },
-        )?;
-        Ok(known)
+        )
     }
 
     pub(super) fn stats(&self) -> IndexStats {

@@ -6,7 +6,7 @@
 //!
 //! * `local`: with a directory of the node's own, every segment is read once in its life there and
 //!   kept in **runs** (`run`): files sorted by digest with a small table of bucket starts, so that
-//!   a look-up costs one short read. Runs are merged by size, so few exist. Memory: about 1.4
+//!   a look-up costs one short read, and many together cost less (`many`). Runs are merged by size, so few exist. Memory: about 1.4
 //!   bytes a chunk, opening reads headers only.
 //! * `direct`: without one, small indexes are read into memory, large ones are verified once and
 //!   searched where they lie.
@@ -17,6 +17,7 @@
 mod compact;
 mod direct;
 mod local;
+mod many;
 mod merge;
 mod run;
 mod run_writer;
@@ -111,24 +112,34 @@ impl ChunkIndex {
         }
     }
 
-    /// Looks up many chunks with several threads; the number of those that have a place.
+    /// Looks up many chunks together, with several threads where they are thousands: `each` gets the
+    /// index of a digest and a place of it, in any order, and may get a place twice. On a node's copy
+    /// of the index this takes a fraction of the time of as many [`ChunkIndex::find`].
     ///
     /// # Errors
     /// If the backend fails.
-    pub fn count_known(&mut self, digests: &[Digest], threads: usize) -> Result<u64> {
-        if let Engine::Local(index) = &self.engine
-            && let Ok(known) = index.count_known(digests, threads)
-        {
-            return Ok(known);
+    pub fn find_many(
+        &mut self,
+        digests: &[Digest],
+        threads: usize,
+        each: &mut dyn FnMut(usize, Place),
+    ) -> Result<()> {
+        if let Engine::Local(index) = &mut self.engine {
+            return index.find_many(digests, threads, each, &mut self.warnings);
         }
         let mut places = Vec::new();
-        let mut known = 0;
-        for digest in digests {
+        for (number, digest) in digests.iter().enumerate() {
             places.clear();
             self.find(digest, &mut places)?;
-            known += u64::from(!places.is_empty());
+            places.iter().for_each(|place| each(number, *place));
         }
-        Ok(known)
+        Ok(())
+    }
+
+    /// Whether a look-up asks nothing of the store, so that one which may turn out to be of no use
+    /// does no harm.
+    pub(crate) const fn is_at_hand(&self) -> bool {
+        !matches!(self.engine, Engine::Direct(_))
     }
 
     /// What was passed over so far, one line each: damaged segments, a damaged cache.

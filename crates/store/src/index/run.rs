@@ -317,6 +317,12 @@ impl Run {
         starts + filter + records + self.segments.len() as u64 * 33
     }
 
+    /// Whether the store has the segment that names this pack of the run.
+    pub(super) fn is_live(&self, pack: &RunPack) -> bool {
+        let segment = usize::try_from(pack.segment()).ok();
+        segment.and_then(|s| self.live.get(s)) == Some(&true)
+    }
+
     /// Where each block begins, in chunks; one more than there are blocks.
     pub(super) fn starts(&self) -> io::Result<&[u32]> {
         if let Some(starts) = self.starts.get() {
@@ -350,12 +356,14 @@ impl Run {
         Ok(self.starts.get_or_init(|| starts))
     }
 
-    /// The filter, once it is worth its memory.
-    fn filter(&self) -> io::Result<Option<&[u8]>> {
+    /// The filter, once it is worth its memory: `lookups` more are about to ask it.
+    pub(super) fn filter(&self, lookups: usize) -> io::Result<Option<&[u8]>> {
         if let Some(filter) = self.filter.get() {
             return Ok(Some(filter));
         }
-        if self.chunks > MAX_FILTER || self.lookups.fetch_add(1, Ordering::Relaxed) < FILTER_AFTER {
+        let lookups = u32::try_from(lookups.clamp(1, 1 << 16)).unwrap_or(1);
+        let before = self.lookups.fetch_add(lookups, Ordering::Relaxed);
+        if self.chunks > MAX_FILTER || before.saturating_add(lookups) <= FILTER_AFTER {
             return Ok(None);
         }
         let mut filter = vec![0; to_usize(self.chunks)];
@@ -382,7 +390,7 @@ impl Run {
         if from == to {
             return Ok(());
         }
-        match self.filter()? {
+        match self.filter(1)? {
             Some(filter) => self.find_by_filter(filter, digest, from, to, buffer, found),
             None => {
                 let chunks = self.read_chunks(from, to - from, buffer)?;
@@ -442,52 +450,8 @@ impl Run {
         Ok(())
     }
 
-    /// Sets `known` for each of these digests that has a place. What is asked of the tables is asked
-    /// of a few digests at a time, so that the machine fetches their cache lines together.
-    pub(super) fn know(
-        &self,
-        digests: &[Digest],
-        known: &mut [bool],
-        buffer: &mut Vec<u8>,
-    ) -> io::Result<()> {
-        let starts = self.starts()?;
-        let mut found = Vec::new();
-        for (digests, known) in digests.chunks(64).zip(known.chunks_mut(64)) {
-            let Some(filter) = self.filter()? else {
-                for (digest, known) in digests.iter().zip(known.iter_mut()) {
-                    found.clear();
-                    self.find(digest, buffer, &mut found)?;
-                    *known |= !found.is_empty();
-                }
-                continue;
-            };
-            let mut blocks = [(0_u32, 0_u32); 64];
-            for (digest, block) in digests.iter().zip(&mut blocks) {
-                let i = to_usize(block_of(digest, self.bits));
-                if let (Some(&from), Some(&to)) = (starts.get(i), starts.get(i + 1)) {
-                    *block = (from, to);
-                }
-            }
-            let mut likely = [false; 64];
-            for ((digest, (from, to)), likely) in digests.iter().zip(&blocks).zip(&mut likely) {
-                let range = to_usize((*from).into())..to_usize((*to).into());
-                *likely = (filter.get(range)).is_some_and(|b| b.contains(&filter_byte(digest)));
-            }
-            for (((digest, (from, to)), likely), known) in
-                digests.iter().zip(&blocks).zip(&likely).zip(known)
-            {
-                if *likely && !*known {
-                    found.clear();
-                    self.find_by_filter(filter, digest, *from, *to, buffer, &mut found)?;
-                    *known = !found.is_empty();
-                }
-            }
-        }
-        Ok(())
-    }
-
     /// The `count` chunks from number `first` on, not checked.
-    fn read_chunks<'b>(
+    pub(super) fn read_chunks<'b>(
         &self,
         first: u32,
         count: u32,

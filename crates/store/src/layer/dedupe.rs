@@ -14,7 +14,7 @@ use crate::format::index::{IndexPack, IndexSegment, MAX_INDEX_BYTES};
 use crate::format::pack::{
     FOOTER_LEN, FRAMES_START, MAX_TABLE_LEN, PackFooter, PackFrame, PackTable, check_header,
 };
-use crate::index::{ChunkIndex, SegmentStream, segments, twice};
+use crate::index::{ChunkIndex, Place, SegmentStream, segments, twice};
 use crate::key::Key;
 use crate::parallel::{Bounds, Order, for_each};
 
@@ -63,6 +63,11 @@ pub(super) struct IndexSet {
     /// The pack and index of the chunk that was found last: what is packed again comes in the order
     /// of its pack.
     last: Option<(u32, u32)>,
+    /// Chunks that will be asked for soon. The first of them that the index is asked for is looked up
+    /// together with the others.
+    coming: Vec<Digest>,
+    /// What came of that.
+    looked_up: HashMap<Digest, Vec<Place>>,
     warnings: Vec<String>,
 }
 
@@ -79,14 +84,52 @@ impl IndexSet {
             loaded: VecDeque::new(),
             frames: FrameCheck::default(),
             last: None,
+            coming: Vec::new(),
+            looked_up: HashMap::new(),
             warnings: Vec::new(),
+        })
+    }
+
+    /// Says which chunks are about to be asked for: those of a frame, or of a piece of a file. The
+    /// memory that it takes is for as many.
+    pub(super) fn expect(&mut self, digests: impl Iterator<Item = Digest>) {
+        self.coming.clear();
+        self.looked_up.clear();
+        if self.index.is_at_hand() {
+            self.coming.extend(digests);
+        }
+    }
+
+    /// Looks up what is expected.
+    fn look_up_coming(&mut self) -> Result<()> {
+        let coming = std::mem::take(&mut self.coming);
+        if coming.len() < 2 {
+            return Ok(());
+        }
+        self.looked_up
+            .extend(coming.iter().map(|digest| (*digest, Vec::new())));
+        let looked_up = &mut self.looked_up;
+        self.index.find_many(&coming, 1, &mut |number, place| {
+            let digest = coming.get(number);
+            if let Some(places) = digest.and_then(|digest| looked_up.get_mut(digest))
+                && !places.contains(&place)
+            {
+                places.push(place);
+            }
         })
     }
 
     /// Numbers of packs, and indexes into their tables' chunks, where the chunk may be.
     fn places(&mut self, digest: &Digest) -> Result<Vec<(u32, u32)>> {
-        let mut places = Vec::new();
-        self.index.find(digest, &mut places)?;
+        self.look_up_coming()?;
+        let places = match self.looked_up.get(digest) {
+            Some(places) => places.clone(),
+            None => {
+                let mut places = Vec::new();
+                self.index.find(digest, &mut places)?;
+                places
+            }
+        };
         places
             .into_iter()
             .map(|place| {
@@ -181,6 +224,8 @@ impl IndexSet {
         self.tables.retain(|_, table| table.is_none());
         self.loaded = VecDeque::new();
         self.last = None;
+        self.coming = Vec::new();
+        self.looked_up = HashMap::new();
     }
 
     /// Why a chunk that an index names has no usable place, if damage of its frame is the reason.

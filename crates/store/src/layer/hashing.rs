@@ -99,6 +99,7 @@ impl LayerWriter {
                 on_the_way += 1;
                 while on_the_way == ON_THE_WAY || (ended && on_the_way > 0) {
                     let hashed = done.recv().map_err(|_| gone(self.url()))?;
+                    self.index.expect(hashed.digests.iter().copied());
                     for (piece, digest) in hashed.pieces().zip(&hashed.digests) {
                         self.add_hashed(piece, *digest)?;
                         file.push(*digest, piece.len());

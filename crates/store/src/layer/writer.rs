@@ -321,6 +321,7 @@ impl LayerWriter {
     /// # Errors
     /// What went wrong in reading the store's packs.
     pub fn reuse(&mut self, chunks: &[(Digest, u32)]) -> Result<bool> {
+        self.index.expect(chunks.iter().map(|(digest, _)| *digest));
         for (digest, len) in chunks {
             if !self.has_chunk(digest, *len)? {
                 return Ok(false);
@@ -340,6 +341,8 @@ impl LayerWriter {
     /// What went wrong in reading the store's packs or in writing this or an earlier frame.
     pub fn add_stored_frame(&mut self, frame: StoredFrame) -> Result<()> {
         let mut missing = Vec::new();
+        self.index
+            .expect(frame.frame.chunks.iter().map(|chunk| chunk.digest));
         for chunk in &frame.frame.chunks {
             if !self.has_chunk(&chunk.digest, chunk.len)? {
                 missing.push(*chunk);

@@ -2,10 +2,12 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use layerpack_store::{
-    BlobStore, BlobWriter, Digest, Draft, Extent, Fault, FaultStore, FileStore, Key, LayerStore,
-    MapBuilder, ObjectInfo, PublishOutcome, PutMode, PutOutcome, Result, StoreError, WriterOptions,
+    BlobStore, BlobWriter, Digest, Draft, Extent, Fault, FaultStore, FileStore, GcOptions, Key,
+    LayerStore, MapBuilder, ObjectInfo, PruneOptions, PublishOutcome, PutMode, PutOutcome, Result,
+    StoreError, WriterOptions,
 };
 
 use crate::support::{data_of, memory, noise, publish, read_all, reference, text};
@@ -76,6 +78,107 @@ fn publishing_again_heals_a_damaged_frame() {
     let third = publish(&store, NAME, &files).unwrap();
     assert_eq!((third.stats.new_bytes, third.stats.new_packs), (0, 0));
     assert_good(&store, NAME, &files);
+}
+
+/// Damage that a healed layer left behind is told apart, with what clears it.
+#[test]
+fn a_replaced_frame_is_no_damage_of_the_store() {
+    let (blobs, store) = memory();
+    let files = many_files();
+    publish(&store, NAME, &files).unwrap();
+    let (pack, range) = frame_of(&store, NAME, 200_000);
+    flip(&*blobs, &pack, range.start as usize + 5);
+    let damaged = store.audit(true).unwrap();
+    assert_eq!(damaged.damaged.len(), 1, "{damaged:?}");
+    assert_eq!(damaged.damaged[0].layers, [NAME]);
+    assert!(damaged.superseded.is_empty(), "{damaged:?}");
+
+    publish(&store, NAME, &files).unwrap();
+    let healed = store.audit(true).unwrap();
+    assert!(healed.damaged.is_empty(), "{healed:?}");
+    assert!(healed.layers[0].sound);
+    let [left] = healed.superseded.as_slice() else {
+        panic!("{healed:?}");
+    };
+    assert_eq!(left.object, pack.as_str());
+    assert!(left.what.contains("prune --min-live 100"), "{left:?}");
+
+    // Not while it cannot be told what a layer uses.
+    let (_, manifest) = store.load(&reference(NAME)).unwrap();
+    let locator = Key::locator(&manifest.map.digest);
+    let kept = blobs.get(&locator, u64::MAX).unwrap().unwrap();
+    flip(&*blobs, &locator, kept.len() / 2);
+    let unsure = store.audit(true).unwrap();
+    assert!(unsure.superseded.is_empty(), "{unsure:?}");
+    assert!(
+        unsure
+            .damaged
+            .iter()
+            .any(|lost| lost.object == pack.as_str())
+    );
+    blobs.put(&locator, &kept, PutMode::Overwrite).unwrap();
+
+    let options = PruneOptions {
+        min_live: 100,
+        dry_run: false,
+        grace: Duration::ZERO,
+        wait: false,
+    };
+    store.prune(options).unwrap();
+    let clean = store.audit(true).unwrap();
+    assert!(
+        clean.damaged.is_empty() && clean.superseded.is_empty(),
+        "{clean:?}"
+    );
+    assert_good(&store, NAME, &files);
+}
+
+#[test]
+fn a_damaged_pack_that_nothing_uses_is_left_to_gc() {
+    let (blobs, store) = memory();
+    publish(&store, NAME, &many_files()).unwrap();
+    publish(&store, "base/other:1", &[noise(77, 90_000)]).unwrap();
+    let (frames, range) = frame_of(&store, NAME, 0);
+    let (table, _) = frame_of(&store, "base/other:1", 0);
+    flip(&*blobs, &frames, range.start as usize);
+    let size = blobs.size(&table).unwrap().unwrap();
+    flip(&*blobs, &table, size as usize - 40);
+    let used = store.audit(true).unwrap();
+    assert_eq!(used.damaged.len(), 2, "{used:?}");
+    assert!(used.damaged.iter().all(|lost| lost.layers.len() == 1));
+    let repaired = store.repair(true).unwrap();
+    assert!(repaired.unused.is_empty(), "{repaired:?}");
+    assert!(
+        repaired
+            .lost
+            .iter()
+            .any(|lost| lost.object == table.as_str())
+    );
+
+    for name in [NAME, "base/other:1"] {
+        store.remove(&reference(name)).unwrap();
+    }
+    let unused = store.audit(true).unwrap();
+    assert!(unused.damaged.is_empty(), "{unused:?}");
+    assert_eq!(unused.superseded.len(), 2, "{unused:?}");
+    for lost in &unused.superseded {
+        assert!(lost.what.contains("layerpack gc"), "{lost:?}");
+    }
+    for dry_run in [true, false] {
+        let repaired = store.repair(dry_run).unwrap();
+        assert!(repaired.is_ok(), "{repaired:?}");
+        assert_eq!(repaired.unused.len(), 1, "{repaired:?}");
+        assert_eq!(repaired.unused[0].object, table.as_str());
+    }
+    let options = GcOptions {
+        grace: Duration::ZERO,
+        dry_run: false,
+        wait: false,
+    };
+    store.collect(options).unwrap();
+    store.collect(options).unwrap();
+    assert!(blobs.list("packs/").unwrap().is_empty());
+    assert!(store.audit(true).unwrap().superseded.is_empty());
 }
 
 #[test]

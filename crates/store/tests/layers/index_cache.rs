@@ -56,6 +56,18 @@ fn find(index: &mut ChunkIndex, n: u64) -> Vec<Place> {
     places
 }
 
+/// The places of each digest, looked up together.
+fn find_many(index: &mut ChunkIndex, digests: &[Digest], threads: usize) -> Vec<Vec<Place>> {
+    let mut found = vec![Vec::new(); digests.len()];
+    let mut add = |number: usize, place| found[number].push(place);
+    index.find_many(digests, threads, &mut add).unwrap();
+    for places in &mut found {
+        places.sort_by_key(|p: &Place| (p.pack.id, p.chunk));
+        places.dedup();
+    }
+    found
+}
+
 fn memory() -> (Arc<dyn BlobStore>, LayerStore) {
     crate::support::memory()
 }
@@ -180,7 +192,10 @@ fn many_chunks_are_found_and_others_are_not() {
     }
     let all: Vec<Digest> = (0..2 * count).map(digest).collect();
     for threads in [1, 3] {
-        assert_eq!(index.count_known(&all, threads).unwrap(), count);
+        let found = find_many(&mut index, &all, threads);
+        for (n, places) in (0..).zip(&found) {
+            assert_eq!(*places, find(&mut index, n), "chunk {n}");
+        }
     }
     let stats = index.stats();
     assert_eq!(stats.chunks, count);
@@ -229,6 +244,7 @@ fn a_damaged_run_is_made_again() {
         let mut index = ChunkIndex::open(&store, Some(dir.path())).unwrap();
         (0..200).map(|n| find(&mut index, n)).collect()
     };
+    let all: Vec<Digest> = (0..200).map(digest).collect();
     let path = runs(dir.path()).pop().unwrap();
     let good = fs::read(&path).unwrap();
     for at in (0..good.len()).step_by(3).chain(0..64) {
@@ -246,6 +262,11 @@ fn a_damaged_run_is_made_again() {
         for warning in index.take_warnings() {
             assert!(warning.contains("index cache file"), "{warning}");
             warned = true;
+        }
+        fs::write(&path, &bad).unwrap();
+        let mut index = ChunkIndex::open(&store, Some(dir.path())).unwrap();
+        for _ in 0..4 {
+            assert_eq!(find_many(&mut index, &all, 2), expected, "byte {at}");
         }
         // Bits that nobody needs to believe: reserved, compatible features.
         let harmless = (12..20).contains(&at);
@@ -365,7 +386,24 @@ fn all_places_are_found_with_the_filter_and_without() {
         }
     }
     let both: Vec<Digest> = (0..6000).chain(0..10).map(digest).collect();
-    assert_eq!(index.count_known(&both, 2).unwrap(), 3010);
+    let found = find_many(&mut index, &both, 2);
+    for (n, places) in (0..6000).chain(0..10).zip(&found) {
+        assert_eq!(*places, find(&mut index, n), "chunk {n}");
+    }
+    // Also before the filter is read, and without a copy on the node.
+    for cache in [Some(dir.path()), None] {
+        let mut index = ChunkIndex::open(&store, cache).unwrap();
+        for few in both.chunks(7).take(20) {
+            let together = find_many(&mut index, few, 1);
+            let mut other = ChunkIndex::open(&store, None).unwrap();
+            for (digest, places) in few.iter().zip(together) {
+                let mut alone = Vec::new();
+                other.find(digest, &mut alone).unwrap();
+                alone.sort_by_key(|p| (p.pack.id, p.chunk));
+                assert_eq!(places, alone);
+            }
+        }
+    }
 }
 
 #[test]

@@ -1,11 +1,12 @@
-//! Every fault in every call of collecting, compacting and repairing: no wrong byte, no lost layer,
+//! Every fault in every call of collecting, compacting, repairing, proving, moving channels and signing: no wrong byte, no lost layer,
 //! no hang, and an error that names the object.
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use layerpack_store::channel::ChannelName;
 use layerpack_store::{
-    BlobStore, Fault, FaultStore, GcOptions, LayerStore, MemStore, PruneOptions, Result,
+    BlobStore, Fault, FaultStore, GcOptions, LayerStore, MemStore, PruneOptions, Result, SigningKey,
 };
 
 use crate::faults::{names_something, published_is_whole};
@@ -120,4 +121,34 @@ fn repairing() {
         }
     };
     sweep(&|store| store.repair(false).map(|_| ()), &damage);
+}
+
+#[test]
+fn proving() {
+    sweep(&|store| store.audit(true).map(|_| ()), &|_| {});
+}
+
+#[test]
+fn channels_and_signatures() {
+    let key = SigningKey::from_text(&format!("ed25519-secret:{}", "07".repeat(32))).unwrap();
+    let operation = |store: &LayerStore| {
+        for layer in ["base/a:1", "base/b:1"] {
+            let reference = reference(layer);
+            let channel: ChannelName = layer.replace(":1", "@latest").parse().unwrap();
+            store.move_channel(&channel, &reference.version, 1_800_000_000)?;
+            // What it says is right, or it says nothing.
+            assert_eq!(store.resolve_channel(&channel)?, reference);
+            let manifest = store.resolve(&reference)?;
+            store.sign(&manifest, &key)?;
+            store.is_signed_by(&manifest, &key.public())?;
+        }
+        Ok(())
+    };
+    sweep(&operation, &|_| {});
+    // Without a fault it is so.
+    let blobs = prepared();
+    let store = LayerStore::new(blobs);
+    operation(&store).unwrap();
+    let manifest = store.resolve(&reference("base/b:1")).unwrap();
+    assert!(store.is_signed_by(&manifest, &key.public()).unwrap());
 }

@@ -135,7 +135,9 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let mut parts: Vec<String> = Vec::new();
     let mut cause = error.source();
     while let Some(error) = cause {
+        // Some have pictures or lists of several lines.
         let text = error.to_string();
+        let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
         if parts.last() != Some(&text) {
             parts.push(text);
         }
@@ -241,6 +243,18 @@ fn http_date(text: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("{0}")]
+    struct Said(&'static str, #[source] Option<Box<Said>>);
+
+    #[test]
+    fn causes_are_one_line() {
+        let cause = Said("no provider:\n  - env: unset\n  - file: absent\n", None);
+        let error = Said("the request failed", Some(Box::new(cause)));
+        assert_eq!(chain(&error), "no provider: - env: unset - file: absent");
+        assert_eq!(chain(&Said("alone", None)), "the request failed");
+    }
 
     #[test]
     fn retry_after_takes_seconds_and_dates() {
