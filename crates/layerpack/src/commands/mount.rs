@@ -70,7 +70,7 @@ pub(super) fn run(context: &Context, args: MountArgs) -> Outcome {
     outside_of_root(context.root(), &directory)?;
     let client = context.daemon("mounting layers")?;
     let claim = Claim::new(context, &client, &directory, &layers, args.rw)?;
-    let lowers = claim.stack_up(context, &depth::bounded(&store, &layers), prefetch)?;
+    let lowers = claim.stack_up(context, &depth::bounded(&store, &layers)?, prefetch)?;
     let upper = args.rw.then(|| claim.place.upper_and_work());
     let tree = tree::merge(&lowers, upper, &args.ids)?;
     mount::attach(tree.as_fd(), &directory)?;
