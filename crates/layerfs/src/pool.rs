@@ -3,7 +3,12 @@
 //! Threads start when work comes and none is idle, up to the limit, and end after a while
 //! without work. When the limit is reached and the queue is full, the job is handed back: the
 //! caller runs it itself and so stops taking in more requests, which then wait in the kernel.
+//!
+//! A job that waits for somebody who may not come soon says so ([`parked`]): its thread does not count
+//! then, and another one takes on what is queued. So those who wait for a store that hangs do not keep
+//! others waiting who need another store, or none.
 
+use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,6 +21,13 @@ pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
 const IDLE: Duration = Duration::from_secs(10);
 const STACK_BYTES: usize = 2 << 20;
+/// Threads of one pool that do not count because they wait, at most. Each takes some pages of memory.
+const MAX_PARKED: usize = 448;
+
+thread_local! {
+    /// The pool that the thread belongs to.
+    static OWN: RefCell<Option<Arc<Shared>>> = const { RefCell::new(None) };
+}
 
 #[derive(Debug)]
 pub(crate) struct Pool {
@@ -37,6 +49,8 @@ struct State {
     queue: VecDeque<Job>,
     threads: usize,
     idle: usize,
+    /// Of `threads`, those that wait for somebody else.
+    parked: usize,
     closed: bool,
 }
 
@@ -46,6 +60,7 @@ impl std::fmt::Debug for State {
             .field("queued", &self.queue.len())
             .field("threads", &self.threads)
             .field("idle", &self.idle)
+            .field("parked", &self.parked)
             .field("closed", &self.closed)
             .finish()
     }
@@ -76,18 +91,14 @@ impl Pool {
             self.shared.work.notify_one();
             return Ok(());
         }
-        if state.threads < self.shared.max_threads {
-            let shared = Arc::clone(&self.shared);
+        if state.threads - state.parked < self.shared.max_threads {
             state.threads += 1;
             drop(state);
-            let spawned = std::thread::Builder::new()
-                .name(self.shared.name.clone())
-                .stack_size(STACK_BYTES)
-                .spawn(move || run(&shared));
+            let spawned = spawn(&self.shared);
             let mut state = self.shared.state.lock();
             if spawned.is_err() {
                 state.threads -= 1;
-                if state.threads == 0 {
+                if state.threads == state.parked {
                     return Err(job);
                 }
             }
@@ -149,6 +160,62 @@ impl Pool {
 impl Drop for Pool {
     fn drop(&mut self) {
         self.close(Duration::ZERO);
+    }
+}
+
+fn spawn(shared: &Arc<Shared>) -> std::io::Result<()> {
+    let own = Arc::clone(shared);
+    std::thread::Builder::new()
+        .name(shared.name.clone())
+        .stack_size(STACK_BYTES)
+        .spawn(move || {
+            OWN.set(Some(Arc::clone(&own)));
+            run(&own);
+        })
+        .map(drop)
+}
+
+/// Waits for somebody else. If this is a thread of a pool, another one may work in its place
+/// meanwhile.
+pub(crate) fn parked<T>(wait: impl FnOnce() -> T) -> T {
+    let _parked = Parked::new();
+    wait()
+}
+
+/// Counts a thread in again however its wait ends.
+struct Parked(Option<Arc<Shared>>);
+
+impl Parked {
+    fn new() -> Self {
+        let Some(shared) = OWN.with_borrow(Clone::clone) else {
+            return Self(None);
+        };
+        let mut state = shared.state.lock();
+        if state.parked >= MAX_PARKED {
+            drop(state);
+            return Self(None);
+        }
+        state.parked += 1;
+        let working = state.threads - state.parked;
+        if state.idle == 0 && working < shared.max_threads && !state.queue.is_empty() {
+            state.threads += 1;
+            drop(state);
+            if spawn(&shared).is_err() {
+                // What is queued waits for the next thread that has time.
+                shared.state.lock().threads -= 1;
+            }
+        } else {
+            drop(state);
+        }
+        Self(Some(shared))
+    }
+}
+
+impl Drop for Parked {
+    fn drop(&mut self) {
+        if let Some(shared) = &self.0 {
+            shared.state.lock().parked -= 1;
+        }
     }
 }
 
@@ -219,6 +286,47 @@ mod tests {
             std::thread::yield_now();
         }
         assert_eq!(done.load(Ordering::SeqCst), 20 - handed_back);
+        assert!(pool.close(Duration::from_secs(60)));
+    }
+
+    #[test]
+    fn those_who_wait_keep_nobody_from_working() {
+        let pool = Pool::new("test", 2, usize::MAX);
+        let gate = Arc::new((Mutex::new(false), Condvar::new()));
+        let (waiting, done) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+        let end = Instant::now() + Duration::from_secs(60);
+        for round in 0..20 {
+            let (gate, waiting, count) =
+                (Arc::clone(&gate), Arc::clone(&waiting), Arc::clone(&done));
+            let job: Job = Box::new(move || {
+                if round % 2 == 0 {
+                    count.fetch_add(1, Ordering::SeqCst);
+                    return;
+                }
+                parked(|| {
+                    waiting.fetch_add(1, Ordering::SeqCst);
+                    let mut open = gate.0.lock();
+                    while !*open {
+                        open = gate.1.wait(open);
+                    }
+                });
+                count.fetch_add(1, Ordering::SeqCst);
+            });
+            assert!(pool.submit(job).is_ok());
+        }
+        while done.load(Ordering::SeqCst) < 10 || waiting.load(Ordering::SeqCst) < 10 {
+            assert!(Instant::now() < end, "somebody is kept waiting");
+            std::thread::yield_now();
+        }
+        assert_eq!(done.load(Ordering::SeqCst), 10);
+        assert_eq!(pool.shared.state.lock().parked, 10);
+        *gate.0.lock() = true;
+        gate.1.notify_all();
+        assert!(pool.wait_idle(Duration::from_secs(60)));
+        assert_eq!(done.load(Ordering::SeqCst), 20);
+        let state = pool.shared.state.lock();
+        assert_eq!((state.parked, state.idle), (0, state.threads));
+        drop(state);
         assert!(pool.close(Duration::from_secs(60)));
     }
 

@@ -57,6 +57,9 @@ pub struct TraceEvent {
     /// Of these, frames that other nodes gave.
     #[serde(default)]
     pub peer_frames: u32,
+    /// Frames that other layers of the node had.
+    #[serde(default)]
+    pub copied_frames: u32,
     /// Frames that it waited for and that somebody else had fetched.
     #[serde(default)]
     pub joined: u32,
@@ -73,6 +76,7 @@ pub struct TraceEvent {
 pub(crate) struct Cost {
     pub(crate) frames: u32,
     pub(crate) peer_frames: u32,
+    pub(crate) copied: u32,
     pub(crate) joined: u32,
     pub(crate) bytes: u64,
 }
@@ -88,6 +92,7 @@ impl TraceEvent {
             waited_us: 0,
             frames: 0,
             peer_frames: 0,
+            copied_frames: 0,
             joined: 0,
             fetched_bytes: 0,
             error: None,
@@ -99,6 +104,7 @@ impl TraceEvent {
             waited_us: u64::try_from(waited.as_micros()).unwrap_or(u64::MAX),
             frames: cost.frames,
             peer_frames: cost.peer_frames,
+            copied_frames: cost.copied,
             joined: cost.joined,
             fetched_bytes: cost.bytes,
             ..self

@@ -20,10 +20,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, RwLock};
 use std::time::Duration;
 
-use common::{LONG, noise, publish};
+use common::{Gauge, LONG, noise, publish};
 use layerpack_fixtures::guards::mounts_below;
 use layerpack_fixtures::{ScratchDir, is_root, skip};
 use layerpack_layerfs::fetch::FetchConfig;
+use layerpack_layerfs::fuse::SessionConfig;
 use layerpack_layerfs::{LayerfsError, LeaseSpec, Node, NodeConfig};
 use layerpack_store::{
     BlobStore, BlobWriter, Digest, Fault, FaultStore, Key, LayerStore, MemStore, ObjectInfo,
@@ -366,4 +367,89 @@ fn privileged_any_read_of_the_store_may_hang() {
         assert!(nth < 500, "{context}: no end");
     }
     assert!(errors > 3, "{errors}");
+}
+
+/// Lets readers go however a test ends.
+struct Opened<'a>(&'a Gauge);
+
+impl Drop for Opened<'_> {
+    fn drop(&mut self) {
+        self.0.set_shut(false);
+    }
+}
+
+/// However many reads wait for a store that hangs, those of another store do not wait for them.
+#[test]
+fn privileged_a_store_that_hangs_holds_up_no_other() {
+    let scratch = ScratchDir::new("nodefair").unwrap();
+    let _cleanup = Cleanup(scratch.path().to_owned());
+    let sample = sample(&scratch);
+    if let Err(reason) = capable(&scratch, &sample) {
+        skip!("{reason}");
+    }
+    let gauge = Gauge::new(Arc::clone(&sample.inner));
+    let slow = LayerStore::new(gauge.clone() as Arc<dyn BlobStore>);
+    let url = scratch.join("other").to_str().unwrap().to_owned();
+    let other = LayerStore::new(layerpack_store::open_url(&url).unwrap());
+    let source = scratch.mkdir("elsewhere").unwrap();
+    let expected = noise(7, 900_000);
+    std::fs::write(source.join("file"), &expected).unwrap();
+    let published = publish(&other, "base/other:1", &source, &[]);
+    let opened = slow.clone();
+    let recommended = NodeConfig::recommended(scratch.join("node"));
+    let node = Node::start(NodeConfig {
+        housekeeping: Duration::from_secs(3600),
+        session: SessionConfig {
+            wait_threads: 2,
+            ..recommended.session
+        },
+        fetch: FetchConfig {
+            threads: 2,
+            batch_bytes: 128 << 10,
+            inflight_bytes: 1 << 20,
+            read_timeout: LONG,
+            ..FetchConfig::RECOMMENDED
+        },
+        open_store: Arc::new(move |_| Ok(opened.clone())),
+        ..recommended
+    })
+    .unwrap();
+    let stack = node.stack_up(&slow, &sample.digests, &lease()).unwrap();
+    let large = stack.lowers.iter().map(|lower| lower.join("a0"));
+    let large = large.into_iter().find(|path| path.exists()).unwrap();
+    gauge.set_shut(true);
+    std::thread::scope(|scope| {
+        let opened = Opened(&gauge);
+        let readers: Vec<_> = (0..5_u64)
+            .map(|part| {
+                let (large, bytes) = (&large, &sample.files["a0"]);
+                scope.spawn(move || {
+                    let file = std::fs::File::open(large).unwrap();
+                    let mut buf = [0; 4096];
+                    let at = part * 135_000;
+                    std::os::unix::fs::FileExt::read_exact_at(&file, &mut buf, at).unwrap();
+                    let at = at as usize;
+                    assert!(buf == bytes[at..at + buf.len()], "wrong bytes at {at}");
+                })
+            })
+            .collect();
+        let end = std::time::Instant::now() + LONG;
+        while node.metrics().meter.waiting < 3 {
+            assert!(std::time::Instant::now() < end, "{:?}", node.metrics());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let spec = LeaseSpec {
+            id: "two".to_owned(),
+            ..lease()
+        };
+        let stack = node.stack_up(&other, &[published.digest], &spec).unwrap();
+        let bytes = std::fs::read(stack.lowers[0].join("file")).unwrap();
+        assert!(bytes == expected, "wrong bytes");
+        assert!(readers.iter().all(|reader| !reader.is_finished()));
+        drop(opened);
+    });
+    for id in ["one", "two"] {
+        node.release(id).unwrap();
+    }
+    node.stop(false).unwrap();
 }

@@ -5,6 +5,7 @@ mod cache;
 mod channels;
 mod flatten;
 mod fuse;
+mod ids;
 mod node;
 mod pack_diff;
 mod prefetch;
@@ -25,6 +26,7 @@ pub(crate) use self::build::BuildArgs;
 pub(crate) use self::cache::{CacheArgs, CacheCommand, CacheEvictArgs};
 pub(crate) use self::flatten::FlattenArgs;
 pub(crate) use self::fuse::FuseArgs;
+pub(crate) use self::ids::IdArgs;
 pub(crate) use self::pack_diff::PackDiffArgs;
 pub(crate) use upkeep::{GcArgs, PruneArgs, RepairArgs};
 
@@ -309,6 +311,8 @@ pub(crate) struct MountArgs {
     /// Writable: changes go to a scratch directory of the node, which `umount` deletes
     #[arg(long)]
     pub(crate) rw: bool,
+    #[command(flatten)]
+    pub(crate) ids: IdArgs,
     #[command(flatten)]
     pub(crate) fuse: FuseArgs,
     #[command(flatten)]

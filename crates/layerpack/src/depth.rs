@@ -5,7 +5,11 @@
 //! made once, kept in the store under a name of its own, and found there by the next one who mounts
 //! the same. Eight such layers are merged in the same way. The stack that a sandbox and its
 //! snapshots record stays the one that was asked for.
+//!
+//! Overlayfs takes 500 layers. Of a stack that is higher, all layers but the lowest are merged in rows
+//! like diffs.
 
+use anyhow::Context as _;
 use layerpack_packer::{MergeOptions, Silent, merge};
 use layerpack_store::{Digest, Kind, LayerName, LayerStore, Reference, Version};
 
@@ -13,12 +17,42 @@ use crate::stack::StackLayer;
 
 /// Diffs in a row that are mounted one by one, and how many become one.
 const ROW: usize = 8;
+/// Layers that are mounted one by one at most. Overlayfs takes 500, one of which may be that of the
+/// directories that the others imply.
+const MOST: usize = 490;
 /// Name of merged layers; the version is the digest of what was merged.
 pub(crate) const NAME: &str = "layerpack-merged";
 
 /// The layers to mount so that `stack` is seen: the same, or with merged ones in place of rows of
-/// diffs. What cannot be merged, in a store that takes no layers for instance, is mounted as it is.
-pub(crate) fn bounded(store: &LayerStore, stack: &[StackLayer]) -> Vec<StackLayer> {
+/// diffs. What need not be merged and cannot be, in a store that takes no layers for instance, is
+/// mounted as it is.
+///
+/// # Errors
+/// When there are more layers than can be mounted, and they cannot be merged.
+pub(crate) fn bounded(store: &LayerStore, stack: &[StackLayer]) -> anyhow::Result<Vec<StackLayer>> {
+    bounded_to(store, stack, MOST)
+}
+
+fn bounded_to(
+    store: &LayerStore,
+    stack: &[StackLayer],
+    most: usize,
+) -> anyhow::Result<Vec<StackLayer>> {
+    let stack = without_rows(store, stack);
+    let Some((lowest, others)) = stack.split_first().filter(|_| stack.len() > most) else {
+        return Ok(stack);
+    };
+    let others = rows(store, others).with_context(|| {
+        format!(
+            "a stack of {} layers is too high to be mounted as it is, and it cannot be merged",
+            stack.len()
+        )
+    })?;
+    Ok(std::iter::once(lowest.clone()).chain(others).collect())
+}
+
+/// The stack without rows of diffs on top.
+fn without_rows(store: &LayerStore, stack: &[StackLayer]) -> Vec<StackLayer> {
     let begin = stack
         .iter()
         .rposition(|layer| layer.manifest.kind != Kind::Diff)
@@ -124,34 +158,57 @@ mod tests {
             .collect()
     }
 
+    /// Entries that a stack shows.
+    fn names(store: &LayerStore, stack: &[StackLayer]) -> usize {
+        let layers: Vec<_> = stack
+            .iter()
+            .map(|l| (l.digest, l.manifest.clone()))
+            .collect();
+        match layers.is_empty() {
+            true => 0,
+            false => layerpack_packer::View::open(store, &layers)
+                .unwrap()
+                .entries()
+                .count(),
+        }
+    }
+
+    #[test]
+    fn more_layers_than_can_be_mounted_become_fewer() {
+        let store = LayerStore::new(Arc::new(MemStore::new()));
+        let mut all = chain(&store, 40);
+        // No row of diffs on top: each layer counts.
+        let toolkit: Reference = "toolkit/t:1".parse().unwrap();
+        let of = vec!["diff/d:0".parse().unwrap(), "diff/d:1".parse().unwrap()];
+        merge(&store, &MergeOptions::new(toolkit.clone(), of), &Silent).unwrap();
+        let (digest, manifest) = store.load(&toolkit).unwrap();
+        all.push(StackLayer {
+            name: toolkit.to_string(),
+            digest,
+            manifest,
+        });
+        assert_eq!(bounded_to(&store, &all, 41).unwrap().len(), 41);
+        let stack = bounded_to(&store, &all, 40).unwrap();
+        assert_eq!(stack.len(), 13);
+        assert_eq!(stack[0].digest, all[0].digest);
+        assert_eq!(names(&store, &stack), names(&store, &all));
+    }
+
     #[test]
     fn rows_become_layers_and_are_found_again() {
         let store = LayerStore::new(Arc::new(MemStore::new()));
         let all = chain(&store, 75);
         for (length, height) in [(0, 0), (1, 1), (8, 8), (9, 2), (16, 9), (17, 3), (75, 5)] {
-            let stack = bounded(&store, &all[..length]);
+            let stack = bounded(&store, &all[..length]).unwrap();
             assert_eq!(stack.len(), height, "{length}");
-            let names = |stack: &[StackLayer]| {
-                let layers: Vec<_> = stack
-                    .iter()
-                    .map(|l| (l.digest, l.manifest.clone()))
-                    .collect();
-                match layers.is_empty() {
-                    true => 0,
-                    false => layerpack_packer::View::open(&store, &layers)
-                        .unwrap()
-                        .entries()
-                        .count(),
-                }
-            };
-            assert_eq!(names(&stack), names(&all[..length]));
+            assert_eq!(names(&store, &stack), names(&store, &all[..length]));
         }
         // Nothing new the second time.
         let before = store.entries().unwrap().len();
-        bounded(&store, &all);
+        bounded(&store, &all).unwrap();
         assert_eq!(store.entries().unwrap().len(), before);
         // A name that stands for something else is not believed.
-        let merged = bounded(&store, &all[..9])[0].name.parse().unwrap();
+        let merged = bounded(&store, &all[..9]).unwrap()[0].name.parse().unwrap();
         store.remove(&merged).unwrap();
         let dir = tempfile::tempdir().unwrap();
         pack_diff(
@@ -160,6 +217,6 @@ mod tests {
             &Silent,
         )
         .unwrap();
-        assert_eq!(bounded(&store, &all[..9]).len(), 9);
+        assert_eq!(bounded(&store, &all[..9]).unwrap().len(), 9);
     }
 }

@@ -86,7 +86,7 @@ impl SandboxLease {
     ) -> anyhow::Result<(Self, SandboxSpec)> {
         let store = context.store()?;
         let layers = known::resolve(context, &store, references)?;
-        let mounted = depth::bounded(&store, &layers);
+        let mounted = depth::bounded(&store, &layers)?;
         let prefetch = prefetch.spec(context, &store, &layers)?;
         drop(store);
         // A process that forks a sandbox has one thread: a remote store's end here. The daemon

@@ -20,8 +20,9 @@ pub(crate) struct StackLayer {
     pub(crate) manifest: Manifest,
 }
 
-/// Most layers a stack may have; overlayfs itself takes 500.
-const MAX_LAYERS: usize = 400;
+/// Most layers a stack may have. Overlayfs takes 500; what mounts more has some merged first
+/// ([`crate::depth`]).
+const MAX_LAYERS: usize = 2000;
 
 /// Manifests of parents that are asked for at once.
 const PARENTS: usize = 8;

@@ -101,3 +101,48 @@ fn privileged_the_cache_keeps_to_its_limit() {
     node.environment.clear();
     assert_eq!(node.json(["cache", "du"])["max_bytes"].as_u64(), None);
 }
+
+#[test]
+fn privileged_a_new_version_fetches_what_is_new_in_it() {
+    if !is_root() {
+        skip!("needs root to mount layers");
+    }
+    let node = Node::new("versions");
+    let source = node.scratch.mkdir("source").unwrap();
+    for number in 0..2 {
+        fs_err::write(source.join(format!("file{number}")), content(number)).unwrap();
+    }
+    node.build("base/a:1", &source, &[]);
+    fs_err::write(source.join("file2"), content(2)).unwrap();
+    node.build("base/a:2", &source, &[]);
+    let status = |version: u32| {
+        let name = format!("base/a:{version}");
+        let status = node.json(["daemon", "status"]);
+        let layers = status["node"]["layers"].as_array().unwrap().clone();
+        let found = layers.into_iter().find(|l| l["reference"] == name.as_str());
+        let found = found.unwrap();
+        move |field: &str| found[field].as_u64().unwrap()
+    };
+    for version in 1..3_u32 {
+        let dir = node.scratch.mkdir(format!("mnt{version}")).unwrap();
+        let dir = dir.display().to_string();
+        let reference = format!("base/a:{version}");
+        node.ok(["mount", "--prefetch", "none", &reference, &dir]);
+        for number in 0..=u64::from(version) {
+            let read = fs_err::read(format!("{dir}/file{number}")).unwrap();
+            assert!(read == content(number), "{version} {number}");
+        }
+        node.ok(["umount", &dir]);
+    }
+    let (old, new) = (status(1), status(2));
+    assert_eq!(old("copied_bytes"), 0);
+    assert!(old("fetched_raw_bytes") >= 6 * MIB);
+    // A frame in which two files meet may be fetched for what is new in it.
+    assert!(new("copied_bytes") > 5 * MIB, "{}", new("copied_bytes"));
+    assert!(
+        new("fetched_raw_bytes") < 4 * MIB,
+        "{}",
+        new("fetched_raw_bytes")
+    );
+    support::assert_clean(&node);
+}

@@ -157,6 +157,85 @@ fn privileged_a_writable_mount_forgets() {
 }
 
 #[test]
+fn privileged_owners_are_shown_through_maps() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = Node::new("owners");
+    let source = node.scratch.mkdir("source/dir").unwrap();
+    let root = node.scratch.join("source");
+    for (name, owner) in [("a", 0), ("b", 1000), ("c", 70_000)] {
+        fs_err::write(source.join(name), name).unwrap();
+        std::os::unix::fs::chown(source.join(name), Some(owner), Some(owner + 1)).unwrap();
+    }
+    fs_err::set_permissions(&root, std::fs::Permissions::from_mode(0o711)).unwrap();
+    node.build("base/o:1", &root, &[]);
+    let over = node.scratch.mkdir("over").unwrap();
+    fs_err::write(over.join("top"), "top").unwrap();
+    node.build("workspace/o:1", &over, &[]);
+    let point = mount_point(&node, "mnt");
+    let owner = |path: &str| {
+        let metadata = fs_err::symlink_metadata(point.join(path)).unwrap();
+        (metadata.uid(), metadata.gid())
+    };
+    let maps = ["--uid-map", "0:100000:65536", "--gid-map", "0:200000:65536"];
+    // One layer, and several with changes above them.
+    let lines: [&[&str]; 3] = [
+        &["base/o:1"],
+        &["base/o:1", "workspace/o:1"],
+        &["--rw", "base/o:1", "workspace/o:1"],
+    ];
+    for line in lines {
+        let mut arguments = vec!["mount"];
+        arguments.extend(maps);
+        arguments.extend(line);
+        arguments.push(text(&point));
+        node.ok(&arguments);
+        let guard = MountGuard::new(&point);
+        assert_eq!(owner("dir/a"), (100_000, 200_001), "{line:?}");
+        assert_eq!(owner("dir/b"), (101_000, 201_001), "{line:?}");
+        // Ids that the map does not have.
+        assert_eq!(owner("dir/c"), (65_534, 65_534), "{line:?}");
+        assert_eq!(owner("."), (100_000, 200_000), "{line:?}");
+        assert_eq!(
+            fs_err::read_to_string(point.join("dir/b")).unwrap(),
+            "b",
+            "{line:?}"
+        );
+        let mode = fs_err::metadata(&point).unwrap().mode() & 0o7777;
+        // That of the base: a workspace says nothing of it.
+        assert_eq!(mode, 0o711, "{line:?}");
+        if line.contains(&"--rw") {
+            fs_err::write(point.join("dir/b"), "changed").unwrap();
+            assert_eq!(owner("dir/b"), (101_000, 201_001));
+        }
+        node.ok(["umount", text(&point)]);
+        drop(guard);
+    }
+    // Without maps, as they are; with one map, the other ids as they are.
+    node.ok(["mount", "--gid-map", "0:5:70002", "base/o:1", text(&point)]);
+    let guard = MountGuard::new(&point);
+    assert_eq!(owner("dir/c"), (70_000, 70_006));
+    node.ok(["umount", text(&point)]);
+    drop(guard);
+    let overlap = ["--uid-map", "0:0:10", "--uid-map", "5:50:10"];
+    let mut bad = vec!["mount"];
+    bad.extend(overlap);
+    bad.extend(["base/o:1", text(&point)]);
+    let error = node.fails(1, &bad);
+    assert!(error.contains("--uid-map"), "{error}");
+    node.refuses([
+        "mount",
+        "--fuse",
+        "--uid-map",
+        "0:0:1",
+        "base/o:1",
+        text(&point),
+    ]);
+    support::assert_clean(&node);
+}
+
+#[test]
 fn privileged_only_what_is_read_is_fetched() {
     if !is_root() {
         skip!("needs root to mount");

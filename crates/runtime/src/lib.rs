@@ -39,6 +39,7 @@ mod user;
 pub use error::{Result, RuntimeError};
 pub use freeze::{FreezeGuard, HaltedBy, Hold};
 pub use init::{INIT_ARG0, init_main};
+pub use mounts::like_top;
 pub use sandboxes::{Sandbox, SandboxState, Sandboxes, SandboxesOptions, SweepReport};
 pub use spec::{
     ExecSpec, Exit, IdMap, Limits, Network, SandboxId, SandboxName, SandboxSpec, StackLayer,

@@ -179,7 +179,7 @@ fn root(
     let lowers: Vec<OwnedFd> = (spec.lowers.iter().take(wanted))
         .map(|path| lower(path, userns))
         .collect::<Result<_>>()?;
-    like_top(lowers.first().ok_or_else(none)?, &dirs.upper)?;
+    like_top(lowers.first().ok_or_else(none)?.as_fd(), &dirs.upper)?;
     let overlay = if detached {
         let layers = (lowers.iter())
             .map(|fd| fd.try_clone().map(Layer::Fd))
@@ -253,7 +253,10 @@ fn overlay_of_attached(
 
 /// Gives the upper's root what the topmost layer's root has: overlayfs takes
 /// the merged root's mode, owner, times and xattrs from the upper.
-fn like_top(top: &OwnedFd, upper: &Path) -> Result<()> {
+///
+/// # Errors
+/// [`RuntimeError::Setup`] when the one cannot be looked at or the other not changed.
+pub fn like_top(top: BorrowedFd<'_>, upper: &Path) -> Result<()> {
     let stat = rustix::fs::fstat(top).map_err(setup("looking at the top layer"))?;
     let step = "giving the upper directory its owner and mode";
     rustix::fs::chown(
@@ -277,7 +280,7 @@ fn like_top(top: &OwnedFd, upper: &Path) -> Result<()> {
     rustix::fs::utimensat(rustix::fs::CWD, upper, &times, AtFlags::empty()).map_err(setup(step))
 }
 
-fn copy_xattrs(top: &OwnedFd, upper: &Path) -> Result<()> {
+fn copy_xattrs(top: BorrowedFd<'_>, upper: &Path) -> Result<()> {
     let step = "copying the extended attributes of the root directory";
     let own = rustix::fs::openat(
         top,

@@ -8,11 +8,13 @@ use layerpack_store::{LayerId, LayerMap, LayerStore, Locator, Manifest, StoreErr
 
 use super::ahead::Unread;
 use super::evict::Heat;
-use super::flight::{Flights, Outcome};
+use super::flight::{Flight, Flights, Outcome};
+use super::stores::Lane;
 use super::stream::Streams;
 use super::{Fetcher, ReadError, worker};
 use crate::cache::{BlobCache, Held};
 use crate::fuse::ReplyBuf;
+use crate::pool;
 use crate::record::Taps;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering, RwLock};
 use crate::trace::{Cost, TraceEvent, TraceKind};
@@ -30,6 +32,8 @@ pub(crate) struct Source {
 
 /// How often a read asks again for what was evicted between its fetch and its reader's hold.
 const MAX_AGAIN: u32 = 4;
+/// A read that has waited for so long for its store may wait longer.
+const PATIENCE: Duration = Duration::from_millis(250);
 /// Pause of a read between two attempts with a store that cannot be reached.
 const STORE_AGAIN: Duration = Duration::from_millis(200);
 
@@ -54,6 +58,8 @@ pub(crate) struct Counters {
     pub(crate) frames: AtomicU64,
     /// Bytes of extents that peers gave.
     pub(crate) from_peers: AtomicU64,
+    /// Bytes of extents that were copied from other layers.
+    pub(crate) copied: AtomicU64,
     pub(crate) served: AtomicU64,
     pub(crate) reads: AtomicU64,
     pub(crate) misses: AtomicU64,
@@ -70,6 +76,8 @@ pub struct Blob {
     pub(super) fetcher: Arc<Fetcher>,
     pub(super) open_store: OpenStore,
     pub(super) store_url: String,
+    /// Who fetches from that store.
+    pub(super) lane: Lane,
     pub(super) store: Mutex<Option<LayerStore>>,
     pub(super) source: RwLock<Source>,
     pub(super) refreshed: Mutex<Option<Instant>>,
@@ -126,7 +134,9 @@ impl Blob {
     pub fn new(parts: BlobParts, fetcher: Arc<Fetcher>) -> Arc<Self> {
         let heat = Heat::new(parts.map.data_size());
         let whole = parts.map.extents().iter().map(|e| u64::from(e.len)).sum();
+        let lane = fetcher.stores.lane(&parts.store_url);
         let blob = Self {
+            lane,
             layer: parts.manifest.layer_id(),
             manifest: parts.manifest,
             map: parts.map,
@@ -160,6 +170,8 @@ impl Blob {
         blob.counters.cached.store(cached, Ordering::Relaxed);
         let blob = Arc::new(blob);
         blob.fetcher.know(&blob);
+        let locator = Arc::clone(&blob.source.read().locator);
+        blob.fetcher.sharers.add(&blob, &locator);
         blob
     }
 
@@ -341,7 +353,7 @@ impl Blob {
         let mut result = self.read_pieces(offset, end, deadline, buf, &mut cost);
         if self.fetcher.config.wait_for_store {
             while result.as_ref().is_err_and(ReadError::may_pass) && Instant::now() < deadline {
-                std::thread::sleep(STORE_AGAIN);
+                pool::parked(|| std::thread::sleep(STORE_AGAIN));
                 result = self.read_pieces(offset, end, deadline, buf, &mut cost);
             }
         }
@@ -428,10 +440,10 @@ impl Blob {
         while at < end {
             let source = self.source.read().clone();
             let (piece_end, frames, cost) = self.plan(&source, at, end, cap)?;
-            let permit = self
-                .fetcher
-                .budget
-                .take(cost, deadline)
+            let (budget, store) = (&self.fetcher.budget, self.lane.number);
+            let permit = budget
+                .take_now(store, cost)
+                .or_else(|| pool::parked(|| budget.take(store, cost, deadline)))
                 .ok_or(ReadError::TimedOut {
                     limit: self.fetcher.config.read_timeout,
                 })?;
@@ -529,8 +541,10 @@ impl Blob {
         worker::submit(self, source, claim.ours);
         let mut landed = Landed::default();
         for ((frame, flight), own) in claim.all.into_iter().zip(owned) {
-            let outcome = flight.wait(deadline);
-            if own {
+            let outcome = wait(&flight, deadline);
+            if own && flight.was_copied() {
+                cost.copied += 1;
+            } else if own {
                 cost.frames += 1;
                 cost.peer_frames += u32::from(!flight.is_direct());
                 cost.bytes += usize::try_from(frame)
@@ -623,6 +637,14 @@ impl Blob {
         }
         Ok(())
     }
+}
+
+/// Waits for a flight. If it takes long, others do not wait for this thread.
+fn wait(flight: &Flight, deadline: Instant) -> Option<Outcome> {
+    let soon = Instant::now() + PATIENCE;
+    flight
+        .wait(soon.min(deadline))
+        .or_else(|| pool::parked(|| flight.wait(deadline)))
 }
 
 /// Part of a buffer; empty if the range is not in it (which the callers' arithmetic excludes).

@@ -1,6 +1,9 @@
 //! A node-wide limit on the bytes that readers wait for, first come first served.
+//!
+//! Those who read from one store take at most three quarters of it, and those who wait for that alone
+//! hold up nobody else: a store that hangs leaves room for the others.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
 use crate::sync::{Condvar, Mutex};
@@ -16,15 +19,50 @@ pub(super) struct Budget {
 #[derive(Debug, Default)]
 struct State {
     used: u64,
+    by_store: HashMap<usize, u64>,
     next: u64,
-    waiting: VecDeque<u64>,
+    waiting: VecDeque<Wanted>,
+}
+
+/// Who waits.
+#[derive(Debug, Clone, Copy)]
+struct Wanted {
+    ticket: u64,
+    store: usize,
+    bytes: u64,
 }
 
 /// Bytes taken; given back on drop.
 #[derive(Debug)]
 pub(super) struct Permit<'a> {
     budget: &'a Budget,
+    store: usize,
     bytes: u64,
+}
+
+impl State {
+    /// Whether the readers of a store have as much as they may. A single one always may.
+    fn has_its_share(&self, wanted: &Wanted, share: u64) -> bool {
+        let taken = self.by_store.get(&wanted.store).copied().unwrap_or(0);
+        taken > 0 && taken.saturating_add(wanted.bytes) > share
+    }
+
+    /// Whether it is this one's turn.
+    fn may(&self, wanted: &Wanted, limit: u64) -> bool {
+        let share = limit - limit / 4;
+        let fits = self.used == 0 || self.used.saturating_add(wanted.bytes) <= limit;
+        let before = self
+            .waiting
+            .iter()
+            .take_while(|w| w.ticket != wanted.ticket);
+        let first = |w: &Wanted| w.store != wanted.store && self.has_its_share(w, share);
+        fits && !self.has_its_share(wanted, share) && before.copied().all(|w| first(&w))
+    }
+
+    fn give(&mut self, wanted: &Wanted) {
+        self.used += wanted.bytes;
+        *self.by_store.entry(wanted.store).or_default() += wanted.bytes;
+    }
 }
 
 impl Budget {
@@ -45,31 +83,51 @@ impl Budget {
         self.state.lock().used
     }
 
-    /// Takes `bytes`, waiting for those before; more than the whole limit is let through when
-    /// nothing else is taken. `None` when the deadline passes first.
-    pub(super) fn take(&self, bytes: u64, deadline: Instant) -> Option<Permit<'_>> {
+    fn permit(&self, wanted: &Wanted) -> Permit<'_> {
+        Permit {
+            budget: self,
+            store: wanted.store,
+            bytes: wanted.bytes,
+        }
+    }
+
+    /// Takes `bytes` for a reader of a store, if nobody has to be waited for.
+    pub(super) fn take_now(&self, store: usize, bytes: u64) -> Option<Permit<'_>> {
         let mut state = self.state.lock();
-        let ticket = state.next;
+        let wanted = Wanted {
+            ticket: state.next,
+            store,
+            bytes,
+        };
+        if !state.may(&wanted, self.limit) {
+            return None;
+        }
+        state.give(&wanted);
+        Some(self.permit(&wanted))
+    }
+
+    /// Takes `bytes` for a reader of a store, waiting for those before; more than the whole limit is
+    /// let through when nothing else is taken. `None` when the deadline passes first.
+    pub(super) fn take(&self, store: usize, bytes: u64, deadline: Instant) -> Option<Permit<'_>> {
+        let mut state = self.state.lock();
+        let wanted = Wanted {
+            ticket: state.next,
+            store,
+            bytes,
+        };
         state.next += 1;
-        state.waiting.push_back(ticket);
+        state.waiting.push_back(wanted);
         loop {
-            let fits = state.used == 0 || state.used.saturating_add(bytes) <= self.limit;
-            if state.waiting.front() == Some(&ticket) && fits {
-                state.waiting.pop_front();
-                state.used += bytes;
-                drop(state);
-                self.changed.notify_all();
-                return Some(Permit {
-                    budget: self,
-                    bytes,
-                });
-            }
+            let turn = state.may(&wanted, self.limit);
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                state.waiting.retain(|t| *t != ticket);
+            if turn || left.is_zero() {
+                state.waiting.retain(|w| w.ticket != wanted.ticket);
+                if turn {
+                    state.give(&wanted);
+                }
                 drop(state);
                 self.changed.notify_all();
-                return None;
+                return turn.then(|| self.permit(&wanted));
             }
             state = self.changed.wait_timeout(state, left);
         }
@@ -80,6 +138,9 @@ impl Drop for Permit<'_> {
     fn drop(&mut self) {
         let mut state = self.budget.state.lock();
         state.used = state.used.saturating_sub(self.bytes);
+        if let Some(taken) = state.by_store.get_mut(&self.store) {
+            *taken = taken.saturating_sub(self.bytes);
+        }
         drop(state);
         self.budget.changed.notify_all();
     }
@@ -105,7 +166,9 @@ mod tests {
                 scope.spawn(move || {
                     for round in 0..200_u64 {
                         let bytes = (thread * 37 + round * 13) % 400;
-                        let permit = budget.take(bytes, soon()).unwrap();
+                        let permit = budget
+                            .take(usize::from(thread % 3 == 0), bytes, soon())
+                            .unwrap();
                         let used = now.fetch_add(bytes, Ordering::SeqCst) + bytes;
                         peak.fetch_max(used, Ordering::SeqCst);
                         now.fetch_sub(bytes, Ordering::SeqCst);
@@ -121,19 +184,46 @@ mod tests {
     #[test]
     fn more_than_everything_is_served_alone() {
         let budget = Budget::new(10);
-        let big = budget.take(1000, soon()).unwrap();
-        assert!(budget.take(1, Instant::now()).is_none());
+        let big = budget.take(0, 1000, soon()).unwrap();
+        assert!(budget.take(0, 1, Instant::now()).is_none());
         drop(big);
-        assert!(budget.take(1, Instant::now()).is_some());
+        assert!(budget.take(0, 1, Instant::now()).is_some());
         assert_eq!(budget.used(), 0);
     }
 
     #[test]
     fn one_who_gives_up_does_not_block_those_behind() {
         let budget = Budget::new(10);
-        let held = budget.take(8, soon()).unwrap();
-        assert!(budget.take(5, Instant::now()).is_none());
-        assert!(budget.take(2, Instant::now()).is_some());
+        let held = budget.take(0, 6, soon()).unwrap();
+        assert!(budget.take(1, 5, Instant::now()).is_none());
+        assert!(budget.take_now(1, 5).is_none());
+        assert!(budget.take(1, 2, Instant::now()).is_some());
+        assert!(budget.take_now(0, 2).is_some());
         drop(held);
+        assert_eq!(budget.used(), 0);
+    }
+
+    #[test]
+    fn one_store_leaves_room_for_the_others() {
+        let budget = Budget::new(100);
+        let held: Vec<_> = (0..3)
+            .map(|_| budget.take(0, 25, soon()).unwrap())
+            .collect();
+        std::thread::scope(|scope| {
+            // It waits for its own store's readers, and nobody else waits for it.
+            let behind = scope.spawn(|| budget.take(0, 25, soon()).map(drop));
+            while budget.state.lock().waiting.is_empty() {
+                std::thread::yield_now();
+            }
+            let other = budget.take(1, 20, soon()).unwrap();
+            assert!(budget.take_now(1, 20).is_none(), "more than the limit");
+            drop(other);
+            // Its own readers do not overtake it.
+            assert!(budget.take_now(0, 1).is_none());
+            assert!(!behind.is_finished());
+            drop(held);
+            behind.join().unwrap().unwrap();
+        });
+        assert_eq!(budget.used(), 0);
     }
 }

@@ -74,6 +74,7 @@ pub(super) struct Meter {
     verified: AtomicU64,
     written: AtomicU64,
     passed: AtomicU64,
+    copied: AtomicU64,
     stalls: AtomicU64,
     ahead: [AtomicU64; 3],
     errors: [AtomicU64; ERROR_KINDS.len()],
@@ -102,6 +103,8 @@ pub struct MeterStatus {
     pub written: u64,
     /// Bytes given to readers that the cache did not keep.
     pub passed: u64,
+    /// Bytes of extents that other layers of the node had.
+    pub copied: u64,
     /// Reads that waited longer than [`STALL`].
     pub stalls: u64,
     /// Bytes fetched ahead of demand, of these read since, of these evicted unread.
@@ -167,6 +170,10 @@ impl Meter {
         }
     }
 
+    pub(super) fn copied(&self, bytes: u64) {
+        add(&self.copied, bytes);
+    }
+
     pub(super) fn passed(&self, bytes: u64) {
         add(&self.passed, bytes);
     }
@@ -182,6 +189,7 @@ impl Meter {
             verified: get(&self.verified),
             written: get(&self.written),
             passed: get(&self.passed),
+            copied: get(&self.copied),
             stalls: get(&self.stalls),
             ahead: std::array::from_fn(|i| self.ahead.get(i).map_or(0, get)),
             errors: std::array::from_fn(|i| self.errors.get(i).map_or(0, get)),

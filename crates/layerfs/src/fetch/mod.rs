@@ -6,6 +6,8 @@
 //! a store that hangs costs a reader its timeout, never its life, and a leader that gives up
 //! strands nobody.
 //!
+//! What another layer of the node has of a frame is copied (`copies`).
+//!
 //! A fetched frame is checked twice before one byte of it is visible: the store checks the
 //! frame's own digest before decompressing, and here each extent is checked against the
 //! layer's map, which the manifest's digest covers. Extents that pass are written to the cache
@@ -21,12 +23,14 @@
 mod ahead;
 mod blob;
 mod budget;
+mod copies;
 mod evict;
 mod flight;
 mod give;
 mod lend;
 mod meter;
 mod space;
+mod stores;
 mod stream;
 mod worker;
 
@@ -45,16 +49,18 @@ use ahead::Waiting;
 pub use ahead::{AheadEnd, AheadOptions, AheadReport, Cancel, fetch_ahead};
 pub use blob::{Blob, BlobParts, OpenStore};
 use budget::Budget;
+use copies::Sharers;
 pub use evict::Checked;
 use meter::Meter;
 pub use meter::{BUCKETS_MS, ERROR_KINDS, Latencies, MeterStatus, STALL};
 use space::Space;
 pub use space::{ColdCache, SpaceStatus};
+use stores::{Lane, Stores};
 
 /// Limits of a [`Fetcher`].
 #[derive(Debug, Clone, Copy)]
 pub struct FetchConfig {
-    /// Fetches under way at once, at most; their threads exist only while there is work.
+    /// Fetches under way at once from one store, at most; their threads exist only while there is work.
     pub threads: usize,
     /// Bytes of frames, stored and raw, that readers may be waiting for at once.
     pub inflight_bytes: u64,
@@ -161,13 +167,16 @@ impl ReadError {
 #[derive(Debug)]
 pub struct Fetcher {
     config: FetchConfig,
-    pool: Pool,
+    stores: Stores,
+    /// Makes room.
+    upkeep: Pool,
     budget: Budget,
     space: Space,
+    sharers: Sharers,
     waiting: Waiting,
     meter: Meter,
     peers: RwLock<Option<Arc<Peers>>>,
-    /// Waits for peers, which may be waiting for `pool`.
+    /// Waits for peers, which may be waiting for the threads that fetch.
     asking: Pool,
 }
 
@@ -181,9 +190,11 @@ impl Fetcher {
         };
         Arc::new(Self {
             config,
-            pool: Pool::new("fetch", config.threads, usize::MAX),
+            stores: Stores::new(config.threads),
+            upkeep: Pool::new("evict", 1, usize::MAX),
             budget: Budget::new(config.inflight_bytes),
             space: Space::new(config.cache_max),
+            sharers: Sharers::default(),
             waiting: Waiting::default(),
             meter: Meter::default(),
             peers: RwLock::new(None),
@@ -191,9 +202,9 @@ impl Fetcher {
         })
     }
 
-    /// Whether more can be fetched without anybody else waiting for it.
-    fn has_spare_threads(&self) -> bool {
-        self.pool.load() < self.config.threads.div_ceil(2)
+    /// Whether more can be fetched from a store without anybody else waiting for it.
+    fn has_spare_threads(&self, lane: &Lane) -> bool {
+        lane.pool.load() < self.config.threads.div_ceil(2)
             && self.asking.load() < self.config.threads.div_ceil(2)
     }
 
@@ -253,8 +264,8 @@ impl Fetcher {
     pub fn close(&self, limit: Duration) -> bool {
         let end = Instant::now() + limit;
         let asked = self.asking.close(limit);
-        self.pool
-            .close(end.saturating_duration_since(Instant::now()))
-            && asked
+        let left = || end.saturating_duration_since(Instant::now());
+        let fetched = self.stores.close(left());
+        self.upkeep.close(left()) && fetched && asked
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! What is counted is what the filesystem says that the files take up: it is measured when there
 //! may be too much, and between two measurements what is written is added. Above the high water
-//! mark a job of the fetching pool brings it down to the low one; at the limit itself a fetch makes
+//! mark a thread brings it down to the low one; at the limit itself a fetch makes
 //! room first, and if there is none to be had at once, its readers get their bytes without the
 //! cache keeping them. So nobody waits for room.
 
@@ -366,6 +366,9 @@ impl Fetcher {
             return;
         }
         let queued = Queued(Arc::clone(self));
-        drop(self.pool.submit(Box::new(move || queued.0.space.to_low())));
+        drop(
+            self.upkeep
+                .submit(Box::new(move || queued.0.space.to_low())),
+        );
     }
 }

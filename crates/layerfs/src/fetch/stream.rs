@@ -107,7 +107,7 @@ impl Blob {
         let Some(range) = self.streams.advance(offset, end) else {
             return;
         };
-        if !self.fetcher.has_spare_threads() {
+        if !self.fetcher.has_spare_threads(&self.lane) {
             return;
         }
         let source = self.source.read().clone();

@@ -10,6 +10,7 @@ use layerpack_store::{Delivery, Digest, FrameLoc, LayerStore, ReadLimits, StoreE
 
 use super::ReadError;
 use super::blob::{Blob, Source};
+use super::copies;
 use super::flight::{Flight, Outcome};
 use crate::peers::{Asked, MAX_ANSWER, Member, PART, Peers};
 use crate::sync::Ordering;
@@ -26,20 +27,27 @@ const BATCH_LIMITS: ReadLimits = ReadLimits {
 
 /// Frames to fetch, with the duty to land their flights: whatever is left when it is dropped
 /// (queue closed, panic) fails, and nobody waits for ever.
-struct Batch {
-    blob: Arc<Blob>,
-    source: Source,
-    frames: Vec<(u32, Arc<Flight>)>,
+pub(super) struct Batch {
+    pub(super) blob: Arc<Blob>,
+    pub(super) source: Source,
+    pub(super) frames: Vec<(u32, Arc<Flight>)>,
 }
 
 impl Batch {
     /// Takes a flight out of the batch and ends it.
-    fn land(&mut self, frame: u32, outcome: Outcome) {
+    pub(super) fn land(&mut self, frame: u32, outcome: Outcome) {
         if let Some(at) = self.frames.iter().position(|(number, _)| *number == frame) {
             let (_, flight) = self.frames.swap_remove(at);
             self.blob
                 .flights
                 .land(self.source.generation, frame, &flight, outcome);
+        }
+    }
+
+    /// Notes that a frame was had without anybody being asked for it.
+    pub(super) fn copied(&self, frame: u32) {
+        if let Some((_, flight)) = self.frames.iter().find(|(number, _)| *number == frame) {
+            flight.set_copied();
         }
     }
 
@@ -78,6 +86,8 @@ impl Drop for Batch {
 pub(super) enum Origin {
     Store,
     Peer,
+    /// Another layer of this node.
+    Layer,
 }
 
 /// Queues the fetch of claimed frames: from the peers that are their homes, else from the store.
@@ -105,10 +115,14 @@ pub(super) fn submit(blob: &Arc<Blob>, source: &Source, claimed: Vec<(u32, Arc<F
             let (peers, home) = (Arc::clone(&peers), Arc::clone(&home));
             let job = Box::new(move || {
                 let mut batch = batch;
+                copies::copy(&mut batch);
+                if batch.frames.is_empty() {
+                    return;
+                }
                 batch.ask(&peers, &home);
                 if !batch.frames.is_empty() {
                     let blob = Arc::clone(&batch.blob);
-                    drop(blob.fetcher.pool.submit(Box::new(move || run(batch))));
+                    drop(blob.lane.pool.submit(Box::new(move || fetch(batch))));
                 }
             });
             drop(blob.fetcher.asking.submit(job));
@@ -123,11 +137,11 @@ pub(super) fn submit_direct(blob: &Arc<Blob>, source: &Source, claimed: Vec<(u32
             flight.go_direct();
         }
         // A pool that is closed hands the job back; dropping it fails its flights.
-        drop(blob.fetcher.pool.submit(Box::new(move || run(batch))));
+        drop(blob.lane.pool.submit(Box::new(move || run(batch))));
     }
 }
 
-fn frame_of(source: &Source, frame: u32) -> Option<&FrameLoc> {
+pub(super) fn frame_of(source: &Source, frame: u32) -> Option<&FrameLoc> {
     let at = usize::try_from(frame).ok()?;
     source.locator.frames().get(at)
 }
@@ -280,9 +294,20 @@ fn assemble(source: &Source, frame: u32, parts: &BTreeMap<u32, &[u8]>) -> Option
     Some(bytes)
 }
 
-/// Fetches one batch from the store.
+/// Fetches one batch from the store, as far as no other layer of the node has it.
 fn run(mut batch: Batch) {
+    copies::copy(&mut batch);
+    if !batch.frames.is_empty() {
+        fetch(batch);
+    }
+}
+
+/// Fetches one batch from the store.
+fn fetch(mut batch: Batch) {
     let blob = Arc::clone(&batch.blob);
+    for (_, flight) in &batch.frames {
+        flight.begin_fetching();
+    }
     let store = match blob.store() {
         Ok(store) => store,
         Err(e) => return batch.land_rest(&Outcome::Failed(Arc::new(e))),
@@ -325,6 +350,8 @@ fn run(mut batch: Batch) {
             blob.fetcher.meter.fetched(begun.elapsed(), 1, counted);
             batch.report(&e);
             let outcome = if e.is_damage() && blob.refresh(&batch.source, &store) {
+                let locator = Arc::clone(&blob.source.read().locator);
+                blob.fetcher.sharers.add(&blob, &locator);
                 Outcome::Moved
             } else {
                 Outcome::Failed(Arc::new(ReadError::Store(Box::new(e))))
@@ -379,7 +406,13 @@ impl Blob {
     }
 
     /// Verifies the extents of a frame and stores them.
-    fn keep(&self, source: &Source, frame: u32, bytes: Vec<u8>, origin: Origin) -> Outcome {
+    pub(super) fn keep(
+        &self,
+        source: &Source,
+        frame: u32,
+        bytes: Vec<u8>,
+        origin: Origin,
+    ) -> Outcome {
         let counters = &self.counters;
         if origin == Origin::Store {
             counters.frames.fetch_add(1, Ordering::Relaxed);
@@ -416,11 +449,11 @@ impl Blob {
             }
         }
         let verified = good.iter().map(|piece| piece.bytes.len() as u64).sum();
-        let raw = match origin {
-            Origin::Store => bytes.len() as u64,
-            Origin::Peer => 0,
-        };
-        self.fetcher.meter.frame(raw, verified);
+        match origin {
+            Origin::Store => self.fetcher.meter.frame(bytes.len() as u64, verified),
+            Origin::Peer => self.fetcher.meter.frame(0, verified),
+            Origin::Layer => {}
+        }
         // What is here already, because only a part of the frame was evicted, is not written again.
         good.retain(|piece| !self.cache.has(piece.index));
         good.sort_by_key(|piece| piece.index);

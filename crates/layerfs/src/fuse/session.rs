@@ -29,7 +29,8 @@ pub struct SessionConfig {
     pub wait_threads: usize,
     /// Have the kernel read by itself what is here as a whole, where it can (Linux 6.9).
     pub passthrough: bool,
-    /// Reads that may be queued for those threads before channels stop taking in requests.
+    /// Reads that may be queued for those threads before channels stop taking in requests, and cached
+    /// bytes have to wait as well.
     pub wait_queue: usize,
 }
 
@@ -40,7 +41,7 @@ impl SessionConfig {
         max_background: 128,
         wait_threads: 64,
         passthrough: true,
-        wait_queue: 128,
+        wait_queue: 4096,
     };
 
     fn pages(&self) -> u16 {

@@ -27,7 +27,7 @@ use serde::{Deserialize, Serialize};
 use super::layer::{StoreRef, Up};
 use super::lease::Record as LeaseRecord;
 use super::served::Record;
-use super::{Node, sign_lock, sweep};
+use super::{Node, lock, sweep};
 use crate::cache::ConnectionId;
 use crate::error::{IoContext, Result};
 use crate::fetch::Blob;
@@ -75,7 +75,7 @@ pub(super) fn inherit_lock(root: &Path, set: Set) -> Result<Option<fs_err::File>
     if !same {
         return Ok(None);
     }
-    sign_lock(file).map(Some)
+    lock::sign(file).map(Some)
 }
 
 /// The connection in a set, if it can be served on: it is mounted where it belongs, was not aborted,

@@ -29,6 +29,7 @@ mod given;
 mod layer;
 mod learn;
 mod lease;
+mod lock;
 mod prefetch;
 mod recording;
 mod registry;
@@ -41,7 +42,6 @@ mod trace;
 mod types;
 
 use std::collections::{BTreeSet, HashMap};
-use std::io::{Read, Seek, Write};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
@@ -52,7 +52,6 @@ use std::time::{Duration, Instant};
 
 use layerpack_store::{Digest, LayerId, LayerStore};
 use layerpack_sys::{fusedev, mount};
-use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
 
@@ -177,7 +176,7 @@ impl Node {
         };
         let lock = match lock {
             Some(lock) => lock,
-            None => take_lock(&root)?,
+            None => lock::take(&root)?,
         };
         if let Some(keeper) = &keeper {
             keeper
@@ -677,47 +676,6 @@ fn unmount_busy(path: &Path, force: bool) -> Result<bool> {
         }
         Err(e) => Err(e.into()),
     }
-}
-
-/// Takes the lock file of a node directory.
-fn take_lock(root: &Path) -> Result<fs_err::File> {
-    let path = root.join("node.lock");
-    let mut file = fs_err::OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .open(&path)
-        .at("open", &path)?;
-    if let Err(e) = flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        if e != Errno::WOULDBLOCK {
-            return Err(e).at("lock", &path);
-        }
-        let mut holder = String::new();
-        let _ = Read::by_ref(&mut file)
-            .take(100)
-            .read_to_string(&mut holder);
-        let holder = holder.trim();
-        return Err(LayerfsError::Owned {
-            root: root.to_path_buf(),
-            holder: if holder.is_empty() {
-                "process unknown".to_owned()
-            } else {
-                holder.to_owned()
-            },
-        });
-    }
-    sign_lock(file)
-}
-
-/// Writes who has the lock.
-fn sign_lock(mut file: fs_err::File) -> Result<fs_err::File> {
-    let path = file.path().to_owned();
-    file.set_len(0)
-        .and_then(|()| file.rewind())
-        .and_then(|()| writeln!(file, "process {}", std::process::id()))
-        .at("write", &path)?;
-    Ok(file)
 }
 
 /// The kernel mounts no EROFS image that lies on overlayfs, EROFS or tmpfs.

@@ -175,6 +175,7 @@ impl Node {
             requests: 0,
             frames: 0,
             from_peers_bytes: 0,
+            copied_bytes: 0,
             waiting: 0,
             oldest_wait_ms: 0,
             written_bytes: 0,
@@ -201,6 +202,7 @@ impl Node {
         status.fetched_raw_bytes = counters.fetched_raw.load(Ordering::Relaxed);
         status.requests = counters.requests.load(Ordering::Relaxed);
         status.from_peers_bytes = counters.from_peers.load(Ordering::Relaxed);
+        status.copied_bytes = counters.copied.load(Ordering::Relaxed);
         status.frames = counters.frames.load(Ordering::Relaxed);
         status.written_bytes = blob.cache().written_bytes();
         status.served_bytes = counters.served.load(Ordering::Relaxed);

@@ -169,6 +169,9 @@ pub struct LayerStatus {
     /// Bytes of data that peers gave, uncompressed.
     #[serde(default)]
     pub from_peers_bytes: u64,
+    /// Bytes of data that other layers of the node had, uncompressed.
+    #[serde(default)]
+    pub copied_bytes: u64,
     /// Bytes written to the cache.
     pub written_bytes: u64,
     /// Bytes given to the kernel.

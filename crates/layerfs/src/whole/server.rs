@@ -32,6 +32,8 @@ const LISTINGS: usize = 32;
 const MAX_READ: u32 = 1 << 20;
 /// Readahead requests under way at once.
 const MAX_BACKGROUND: u16 = 64;
+/// Reads that may be queued for the threads that wait.
+const WAIT_QUEUE: usize = 4096;
 
 /// A directory's names in order, `.` and `..` first.
 #[derive(Debug)]
@@ -78,7 +80,7 @@ impl Shared {
             blobs,
             parents,
             bytes,
-            pool: Pool::new("tree-wait", wait_threads, 128),
+            pool: Pool::new("tree-wait", wait_threads, WAIT_QUEUE),
             listings: Mutex::new(VecDeque::new()),
             checks,
         }

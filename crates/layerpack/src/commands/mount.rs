@@ -4,14 +4,16 @@
 //! in its own mount namespace. Whatever fails, nothing stays: the detached overlay goes with its
 //! descriptor, the lease and the record with [`Claim`].
 
+mod tree;
+
 use std::ffi::OsString;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context as _, bail};
 use layerpack_layerfs::{LeaseSpec, PrefetchSpec};
-use layerpack_sys::mount::{self, OverlaySpec};
+use layerpack_sys::mount;
 use serde::Serialize;
 
 use super::Outcome;
@@ -68,8 +70,9 @@ pub(super) fn run(context: &Context, args: MountArgs) -> Outcome {
     outside_of_root(context.root(), &directory)?;
     let client = context.daemon("mounting layers")?;
     let claim = Claim::new(context, &client, &directory, &layers, args.rw)?;
-    let lowers = claim.stack_up(context, &depth::bounded(&store, &layers), prefetch)?;
-    let tree = merge(&lowers, args.rw.then(|| claim.place.upper_and_work()))?;
+    let lowers = claim.stack_up(context, &depth::bounded(&store, &layers)?, prefetch)?;
+    let upper = args.rw.then(|| claim.place.upper_and_work());
+    let tree = tree::merge(&lowers, upper, &args.ids)?;
     mount::attach(tree.as_fd(), &directory)?;
     claim.keep();
     let mounted = Mounted::new(directory, layers, args.rw);
@@ -236,26 +239,5 @@ impl Drop for Claim<'_> {
         if let Err(error) = self.place.remove() {
             tracing::warn!(%error, "cannot remove the record of a failed mount");
         }
-    }
-}
-
-/// One detached tree of all lowers (topmost first), read-only without an upper.
-fn merge(lowers: &[PathBuf], upper: Option<(PathBuf, PathBuf)>) -> anyhow::Result<OwnedFd> {
-    match (lowers, &upper) {
-        ([], _) => bail!("the daemon gave no layers to mount"),
-        // Overlayfs wants two layers: one alone is simply shown in a second place.
-        ([only], None) => {
-            let tree = mount::bind(only)?;
-            mount::set_private(tree.as_fd(), false)?;
-            Ok(tree)
-        }
-        _ => Ok(mount::overlay(&OverlaySpec {
-            lowers: lowers.iter().cloned().map(Into::into).collect(),
-            // The upper does not outlive the mount: nothing is gained by syncing it.
-            volatile: upper.is_some(),
-            upper,
-            xino: true,
-            source: "layerpack".to_owned(),
-        })?),
     }
 }

@@ -269,6 +269,12 @@ fn cost(event: &TraceEvent) -> String {
         }
         words.push(text);
     }
+    if event.copied_frames > 0 {
+        words.push(format!(
+            "copied {} frames from other layers",
+            event.copied_frames
+        ));
+    }
     if event.joined > 0 {
         words.push(format!("joined {} under way", event.joined));
     }

@@ -93,6 +93,12 @@ fn simple(m: &NodeMetrics) -> Vec<Simple> {
             m.meter.verified,
         ),
         (
+            "layerpack_copied_bytes_total",
+            c,
+            "Bytes of layer data copied from other layers of the node instead of fetched",
+            m.meter.copied,
+        ),
+        (
             "layerpack_metadata_fetched_bytes_total",
             c,
             "Bytes of metadata fetched, uncompressed",
