@@ -186,6 +186,21 @@ mod tests {
         let before = store.entries().unwrap().len();
         bounded(&store, &all);
         assert_eq!(store.entries().unwrap().len(), before);
+        // What one more diff moves is known before it is there.
+        let digests = |stack: &[StackLayer]| stack.iter().map(|l| l.digest).collect::<Vec<_>>();
+        for length in [1, 8, 9, 16, 64, 72, 74] {
+            let now = digests(&bounded(&store, &all[..length]));
+            let mut next = digests(&bounded(&store, &all[..=length]));
+            next.pop();
+            let Some((before, after)) = moved(&store, &all[..length]) else {
+                assert_eq!(now, next, "{length}");
+                continue;
+            };
+            let stay = now.len() - before.len();
+            assert_eq!(now[stay..], digests(&before), "{length}");
+            assert_eq!(next[stay..], digests(&after), "{length}");
+            assert_eq!(now[..stay], next[..stay], "{length}");
+        }
         // A name that stands for something else is not believed.
         let merged = bounded(&store, &all[..9])[0].name.parse().unwrap();
         store.remove(&merged).unwrap();
