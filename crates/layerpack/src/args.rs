@@ -206,6 +206,10 @@ pub(crate) struct MergeArgs {
     pub(crate) version: String,
     #[command(flatten)]
     pub(crate) sign: SignWithArgs,
+    /// Leave the indexes of git repositories as the layers have them. They are refreshed otherwise, so
+    /// that `git status` reads no more of the merged layer than of those that it is made of
+    #[arg(long)]
+    pub(crate) no_git_index: bool,
     /// Kind of the merged layer [default: that of the bottom layer]
     #[arg(long)]
     pub(crate) kind: Option<String>,

@@ -25,7 +25,7 @@ mod repair;
 mod rm;
 mod run;
 mod sandbox;
-mod scrub_report;
+pub(crate) mod scrub_report;
 mod seed;
 mod snapshot;
 mod split;

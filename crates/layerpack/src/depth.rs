@@ -58,7 +58,7 @@ fn without_rows(store: &LayerStore, stack: &[StackLayer]) -> Vec<StackLayer> {
         .rposition(|layer| layer.manifest.kind != Kind::Diff)
         .map_or(0, |last| last + 1);
     let (below, diffs) = stack.split_at(begin);
-    match rows(store, diffs) {
+    match rows(store, diffs, 0) {
         Ok(diffs) => below.iter().cloned().chain(diffs).collect(),
         Err(error) => {
             tracing::warn!(error = %format!("{error:#}"), "a long row of diffs is mounted as it is");
@@ -67,13 +67,49 @@ fn without_rows(store: &LayerStore, stack: &[StackLayer]) -> Vec<StackLayer> {
     }
 }
 
-fn rows(store: &LayerStore, diffs: &[StackLayer]) -> anyhow::Result<Vec<StackLayer>> {
+/// Diffs that are mounted one by one or as other layers while they end a stack, and what is mounted in
+/// their place once one more lies on them; each from the lowest on. The latter are made if they are not
+/// there. `None`: all stays as it is, or that cannot be done.
+pub(crate) fn moved(
+    store: &LayerStore,
+    stack: &[StackLayer],
+) -> Option<(Vec<StackLayer>, Vec<StackLayer>)> {
+    let begin = stack
+        .iter()
+        .rposition(|layer| layer.manifest.kind != Kind::Diff)
+        .map_or(0, |last| last + 1);
+    let diffs = stack.get(begin..).unwrap_or_default();
+    if diffs.is_empty() || diffs.len() % ROW != 0 {
+        return None;
+    }
+    let both = rows(store, diffs, 0).and_then(|now| Ok((now, rows(store, diffs, 1)?)));
+    match both {
+        Ok((now, then)) => {
+            let pairs = now.iter().zip(&then);
+            let same = pairs.take_while(|(a, b)| a.digest == b.digest).count();
+            let rest = |all: &[StackLayer]| all.get(same..).unwrap_or_default().to_vec();
+            Some((rest(&now), rest(&then)))
+        }
+        Err(error) => {
+            tracing::warn!(error = %format!("{error:#}"), "a long row of diffs cannot be merged");
+            None
+        }
+    }
+}
+
+/// `above`: whether one more diff, 1, or none, 0, will lie on these.
+fn rows(
+    store: &LayerStore,
+    diffs: &[StackLayer],
+    mut above: usize,
+) -> anyhow::Result<Vec<StackLayer>> {
     let mut level: Vec<StackLayer> = diffs.to_vec();
     // What stays of each level, the lowest level last.
     let mut tops: Vec<Vec<StackLayer>> = Vec::new();
-    while level.len() > ROW {
-        let whole = (level.len() - 1) / ROW * ROW;
-        let rest = level.split_off(whole);
+    while level.len() + above > ROW {
+        let whole = (level.len() + above - 1) / ROW * ROW;
+        let rest = level.split_off(whole.min(level.len()));
+        above = 0; // it is among the rest
         tops.push(rest);
         level = level
             .chunks(ROW)
@@ -207,6 +243,21 @@ mod tests {
         let before = store.entries().unwrap().len();
         bounded(&store, &all).unwrap();
         assert_eq!(store.entries().unwrap().len(), before);
+        // What one more diff moves is known before it is there.
+        let digests = |stack: &[StackLayer]| stack.iter().map(|l| l.digest).collect::<Vec<_>>();
+        for length in [1, 8, 9, 16, 64, 72, 74] {
+            let now = digests(&bounded(&store, &all[..length]));
+            let mut next = digests(&bounded(&store, &all[..=length]));
+            next.pop();
+            let Some((before, after)) = moved(&store, &all[..length]) else {
+                assert_eq!(now, next, "{length}");
+                continue;
+            };
+            let stay = now.len() - before.len();
+            assert_eq!(now[stay..], digests(&before), "{length}");
+            assert_eq!(next[stay..], digests(&after), "{length}");
+            assert_eq!(now[..stay], next[..stay], "{length}");
+        }
         // A name that stands for something else is not believed.
         let merged = bounded(&store, &all[..9]).unwrap()[0].name.parse().unwrap();
         store.remove(&merged).unwrap();

@@ -6,16 +6,23 @@
 use std::path::Path;
 use std::process::ExitCode;
 
+use anyhow::Context as _;
 use clap::Parser;
+use layerpack_packer::ScrubReport;
+use serde::Deserialize as _;
+use serde_json::Value;
 
 use crate::api;
 use crate::client::Client;
+use crate::commands::scrub_report;
 use crate::failure::one_line;
-use crate::output::{Format, note, print};
+use crate::output::{Format, note, print, printable, warning};
 use crate::units::human_bytes;
 
 /// The name under which the binary is this command.
 pub(crate) const NAME: &str = "pack_diff";
+/// Warnings that are printed; `-o json` has all of them.
+const WARNINGS: usize = 20;
 
 /// Publishes what this sandbox changed as the snapshot diff/NAME:VERSION.
 #[derive(Debug, Parser)]
@@ -85,18 +92,24 @@ fn ask(arguments: &Arguments) -> anyhow::Result<()> {
         value.unwrap_or_default().to_owned()
     };
     let number = |pointer: &str| {
-        let value = report.pointer(pointer).and_then(serde_json::Value::as_u64);
+        let value = report.pointer(pointer).and_then(Value::as_u64);
         value.unwrap_or_default()
     };
     if arguments.output == Format::Text {
         note(&format!(
-            "{} files, {}; {} new in the store; {} entries scrubbed, {} suspicious",
+            "{} files, {}; {} new in the store",
             number("/counts/files"),
             human_bytes(number("/counts/bytes")),
             human_bytes(number("/store/new_bytes")),
-            number("/report/scrubbed/total/entries"),
-            number("/report/suspicious/total/entries"),
         ));
+        let warnings = report.pointer("/warnings").and_then(Value::as_array);
+        for line in warnings.into_iter().flatten().take(WARNINGS) {
+            warning(&printable(line.as_str().unwrap_or_default()));
+        }
+        if let Some(told) = report.get("report") {
+            let told = ScrubReport::deserialize(told).context("cannot read the daemon's report")?;
+            scrub_report::note_all(&told);
+        }
     }
     print(arguments.output, &report, |out| {
         writeln!(out, "{} {}", text("/reference"), text("/digest"))

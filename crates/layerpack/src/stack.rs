@@ -5,8 +5,9 @@
 //! anything else is taken as it is.
 
 use anyhow::Context as _;
-use layerpack_store::{Digest, Kind, LayerStore, Manifest, Reference, at_once};
+use layerpack_store::{Digest, Kind, LayerName, LayerStore, Manifest, Reference, Version, at_once};
 
+use crate::depth;
 use crate::failure::usage;
 
 /// One layer of a stack.
@@ -44,6 +45,21 @@ pub(crate) fn manifests(layers: &[StackLayer]) -> Vec<String> {
 /// Parses a reference; the error says what one looks like.
 pub(crate) fn parse_reference(text: &str) -> anyhow::Result<Reference> {
     Ok(text.parse()?)
+}
+
+/// The reference of a layer that somebody wants to publish.
+///
+/// # Errors
+/// For what is no name or version, and for the name of the layers that mounts of long rows of diffs make:
+/// whatever else had that name would be in their way.
+pub(crate) fn named(kind: Kind, name: &str, version: &str) -> anyhow::Result<Reference> {
+    let reference = Reference::new(kind, LayerName::new(name)?, Version::new(version)?);
+    if name == depth::NAME {
+        return Err(usage(format!(
+            "the name {name} is reserved for layers that are made of long rows of diffs: choose another"
+        )));
+    }
+    Ok(reference)
 }
 
 /// Resolves references, bottom first.

@@ -120,6 +120,21 @@ fn privileged_processes_inside_ask_for_snapshots() {
     assert_eq!(report["reference"], "diff/agent-b:1");
     assert_eq!(report["report"]["scrubbed"]["total"]["entries"], 1);
     assert!(report["store"]["new_bytes"].as_u64().is_some());
+    // As text it names what it left out.
+    let output = node.run([
+        "sandbox",
+        "exec",
+        id,
+        "--",
+        "sh",
+        "-c",
+        &format!("{ask} agent-c"),
+    ]);
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        said.contains("/root/.bash_history (shell-history)"),
+        "{said}"
+    );
     // What the setting does not allow, and what makes no sense.
     for (arguments, said) in [
         ("other", "agent-*"),

@@ -90,6 +90,53 @@ fn fetched(node: &Node, reference: &str) -> (u64, u64) {
     }
 }
 
+/// Bytes of all layers whose reference begins so that the node fetched, once readahead has ended.
+fn fetched_of(node: &Node, begin: &str) -> u64 {
+    let now = || -> u64 {
+        let status = node.json(["daemon", "status"]);
+        let layers = status["node"]["layers"].as_array().unwrap().clone();
+        let named = layers.iter().filter(|layer| {
+            layer["reference"]
+                .as_str()
+                .unwrap_or_default()
+                .starts_with(begin)
+        });
+        named
+            .map(|l| l["fetched_raw_bytes"].as_u64().unwrap())
+            .sum()
+    };
+    let mut last = now();
+    loop {
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        let next = now();
+        if next == last {
+            return next;
+        }
+        last = next;
+    }
+}
+
+/// Runs a script in a sandbox.
+fn run(node: &Node, id: &str, script: &str) -> String {
+    let script = format!("export HOME=/; {script}");
+    node.ok(["sandbox", "exec", id, "--", "sh", "-c", &script])
+}
+
+/// A sandbox for which nothing is fetched that nobody reads.
+fn create(node: &Node, reference: &str) -> String {
+    node.ok(["sandbox", "create", "--prefetch", "none", reference])
+}
+
+const GIT: &str = "git -c safe.directory=* -C /ws";
+
+/// Appends to files of the repository and stages that.
+fn change(node: &Node, id: &str, files: impl Iterator<Item = u64>) {
+    let names: Vec<String> = files.map(|i| format!("file-{}", i * 3)).collect();
+    let names = names.join(" ");
+    let script = format!("cd /ws; for f in {names}; do echo more >> $f; done; {GIT} add -A");
+    run(node, id, &script);
+}
+
 /// A node with the repository as `workspace/w:1` at /ws, over a root with git.
 fn node(label: &str, extra: &[&str]) -> Node {
     let node = Node::new(label);
@@ -229,4 +276,121 @@ fn privileged_status_after_a_restore_reads_no_more_than_before() {
         "git reads files again: {figures:?}"
     );
     node.ok(["sandbox", "rm", "-f", id]);
+}
+
+#[test]
+fn privileged_status_after_squash_and_rebase_reads_no_more_than_before() {
+    if let Some(why) = unable() {
+        skip!("{why}");
+    }
+    let node = node("git-squash", &["--git-index"]);
+    let status = format!("{GIT} status --porcelain");
+    let publish = |arguments: &[&str], name: &str| {
+        let mut all = arguments.to_vec();
+        all.extend(["--name", name, "--version", "1"]);
+        node.ok(all);
+    };
+    let one = node.ok(["sandbox", "create", "base/root:1", "workspace/w:1"]);
+    let one = one.trim();
+    change(&node, one, 0..20);
+    // The next base has this too: a rebase drops it from the snapshot, whose numbers move.
+    run(
+        &node,
+        one,
+        "echo hello > /etc/aaa; touch -d @1700000000 /etc/aaa",
+    );
+    publish(&["pack-diff", one], "one");
+    let two = node.ok(["sandbox", "create", "--from", "diff/one:1"]);
+    let two = two.trim();
+    run(&node, two, "echo x > /aaa; echo x > /ws/.aaa");
+    change(&node, two, 20..25);
+    let before = run(&node, two, &status);
+    assert_eq!(before.lines().count(), 26, "{before}");
+    publish(&["pack-diff", two, "--squash"], "taken");
+    publish(&["pack-diff", two], "two");
+    publish(&["snapshot", "squash", "diff/two:1"], "squashed");
+    publish(&["snapshot", "squash", "diff/two:1", "--all"], "all");
+    let root = node.scratch.join("rootfs");
+    fs_err::write(root.join("etc/aaa"), "hello\n").unwrap();
+    let file = fs_err::File::options()
+        .write(true)
+        .open(root.join("etc/aaa"))
+        .unwrap();
+    let time = std::time::UNIX_EPOCH + std::time::Duration::from_secs(1_700_000_000);
+    file.set_modified(time).unwrap();
+    node.build("base/root:2", &root, &[]);
+    let onto = ["--onto", "base/root:2", "--onto", "workspace/w:1"];
+    let rebase = [&["snapshot", "rebase", "diff/squashed:1"][..], &onto].concat();
+    publish(&rebase, "rebased");
+    let plain = ["snapshot", "squash", "diff/two:1", "--no-git-index"];
+    publish(&plain, "plain");
+    let changed = 25 * FILE_BYTES as u64;
+    for reference in [
+        "diff/taken:1",
+        "diff/squashed:1",
+        "base/all:1",
+        "diff/rebased:1",
+        "diff/plain:1",
+    ] {
+        let id = create(&node, reference);
+        let id = id.trim();
+        // What git itself is made of.
+        run(&node, id, &format!("{GIT} rev-parse HEAD"));
+        let start = fetched_of(&node, "");
+        assert_eq!(run(&node, id, &status), before, "{reference}");
+        let bytes = fetched_of(&node, "") - start;
+        println!("git status on {reference} fetched {bytes} bytes");
+        let reads = match reference {
+            "diff/plain:1" => bytes > changed * 9 / 10,
+            // All files of the repository are in this one.
+            "base/all:1" => bytes < FILES * FILE_BYTES as u64 / 10,
+            _ => bytes < changed / 3,
+        };
+        assert!(reads, "{reference}: git read {bytes} of {changed} bytes");
+        node.ok(["sandbox", "rm", "-f", id]);
+    }
+    node.ok(["sandbox", "rm", "-f", one, two]);
+}
+
+#[test]
+fn privileged_status_after_a_long_row_of_snapshots_reads_no_more_than_before() {
+    if let Some(why) = unable() {
+        skip!("{why}");
+    }
+    let node = node("git-row", &["--git-index"]);
+    let status = format!("{GIT} status --porcelain");
+    let mut id = node.ok(["sandbox", "create", "base/root:1", "workspace/w:1"]);
+    let pack = |id: &str, name: &str, number: u64, extra: &[&str]| {
+        let version = number.to_string();
+        let arguments = ["pack-diff", id, "--name", name, "--version", &version];
+        node.ok(arguments.iter().chain(extra));
+    };
+    // The ninth snapshot is the first whose restore mounts those before it as one layer.
+    for number in 1..=9 {
+        change(&node, id.trim(), number * 2..number * 2 + 2);
+        pack(id.trim(), "row", number, &[]);
+        if number == 9 {
+            pack(id.trim(), "plain", number, &["--no-git-index"]);
+        }
+        node.ok(["sandbox", "rm", "-f", id.trim()]);
+        let reference = format!("diff/row:{number}");
+        id = create(&node, &reference);
+    }
+    let merged = "diff/layerpack-merged:";
+    let shown = run(&node, id.trim(), &status);
+    assert_eq!(shown.lines().count(), 18, "{shown}");
+    let bytes = fetched_of(&node, merged);
+    let plain = create(&node, "diff/plain:9");
+    assert_eq!(run(&node, plain.trim(), &status), shown);
+    let without = fetched_of(&node, merged) - bytes;
+    println!(
+        "git status fetched {bytes} bytes of the merged snapshots, {without} with a stale index"
+    );
+    let changed = 16 * FILE_BYTES as u64;
+    assert!(bytes < changed / 3, "git reads files again: {bytes}");
+    assert!(
+        without > changed / 2,
+        "git reads what it does not know: {without}"
+    );
+    node.ok(["sandbox", "rm", "-f", id.trim(), plain.trim()]);
 }

@@ -130,6 +130,15 @@ fn privileged_rules_decide_what_leaves() {
         error.contains("bad.toml") && error.contains("line 2"),
         "{error}"
     );
+    let binary = node.scratch.join("binary.toml");
+    fs_err::write(&binary, b"sets = []\n\xff").unwrap();
+    let mut with_binary = pack_args.to_vec();
+    with_binary.extend(["--rules", binary.to_str().unwrap()]);
+    let error = node.fails(1, &with_binary);
+    assert!(
+        error.contains("binary.toml") && error.contains("byte 10"),
+        "{error}"
+    );
     assert_eq!(state(&node), "running");
 
     // What a lower layer holds is said, whether it was changed or removed above.
@@ -337,6 +346,18 @@ fn privileged_what_goes_wrong_harms_neither_sandbox_nor_store() {
     ];
     let error = node.fails(1, away.iter().chain(&["--name", "x", "--version", "1"]));
     assert!(error.contains("127.0.0.1"), "{error}");
+    // The sandbox's own store, moved away: none is made in its place.
+    let elsewhere = node.scratch.join("moved-store");
+    fs_err::rename(node.store(), &elsewhere).unwrap();
+    let error = support::one_error(1, &pack_as("gone"));
+    assert!(
+        error.contains("away") && error.contains(node.store().to_str().unwrap()),
+        "{error}"
+    );
+    assert!(!node.store().exists());
+    assert_eq!(state(&node), "running");
+    fs_err::rename(&elsewhere, node.store()).unwrap();
+    assert_eq!(published(), 2);
     // An upper that no overlay made: a moved directory whose contents are below.
     let upper = sandboxes(&node).get(id).unwrap().upper;
     let damaged = upper.join("root/damaged");
@@ -607,6 +628,18 @@ fn privileged_a_snapshot_goes_elsewhere() {
             "{listed}"
         );
     }
+
+    // As an image, with what is below.
+    let target = format!("oci:{}", node.scratch.join("image").to_str().unwrap());
+    let image = node.json(["snapshot", "export", "diff/s:1", "--to", &target]);
+    assert_eq!(image["layers"], 2);
+    assert!(node.scratch.join("image/oci-layout").is_file());
+    let tar = format!("tar:{}", node.scratch.join("second.tar").to_str().unwrap());
+    node.ok(["-q", "snapshot", "export", "diff/s:1", "--to", &tar]);
+    assert_eq!(
+        fs_err::read(node.scratch.join("second.tar")).unwrap(),
+        fs_err::read(&archive).unwrap()
+    );
 
     // A newer base: what both changed is told, and settled as asked.
     let newer = node.scratch.join("rootfs");

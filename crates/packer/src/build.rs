@@ -10,7 +10,7 @@ use crate::dir::DirSource;
 use crate::dir_view::Plain;
 use crate::error::{PackError, Result};
 use crate::filter::Filter;
-use crate::git::Git;
+use crate::git::{Git, Known};
 use crate::layout;
 use crate::merge;
 use crate::model::Layer;
@@ -43,7 +43,7 @@ pub fn build(
     progress.phase("publish");
     let mut indexes = Vec::new();
     let refreshed = git.map_or(Ok(Vec::new()), |mut git| {
-        git.refresh(&mut layer, &mut writer)
+        git.refresh(&mut layer, &mut writer, &Known::default())
     });
     let made = refreshed.and_then(|refreshed| {
         indexes = refreshed;

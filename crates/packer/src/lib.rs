@@ -55,8 +55,8 @@ pub use halt::{AtRest, Halt, HaltError};
 pub use image::{ImageSource, ImportOptions, ImportReport, import, import_split};
 pub use merge::{MergeOptions, MergeWithRulesReport, merge, merge_with_rules};
 pub use options::{
-    BuildOptions, BuildReport, DEFAULT_XATTRS, EntryCounts, IdMapRange, Limits, OverlayXattrs,
-    PackDiffOptions, PackDiffReport, Progress, Silent, Source,
+    BuildOptions, BuildReport, DEFAULT_XATTRS, EntryCounts, IdMapRange, Limits, Moved, Moves,
+    OverlayXattrs, PackDiffOptions, PackDiffReport, Progress, Silent, Source,
 };
 pub use owner::Owners;
 pub use pack_diff::{pack_diff, snapshot};

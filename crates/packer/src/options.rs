@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 
-use layerpack_store::{ParentRef, Published, Reference};
+use layerpack_store::{Digest, Manifest, ParentRef, Published, Reference};
 use serde::Serialize;
 
 use crate::error::PackError;
@@ -241,8 +242,12 @@ pub struct PackDiffOptions {
     /// copied by reference where that can be done.
     pub scratch: Option<PathBuf>,
     /// Whether git's indexes in the upper are given what the mounted layer shows, as in
-    /// [`BuildOptions::git_index`]. Entries of files that the upper does not have stay as they are.
+    /// [`BuildOptions::git_index`]; and those in layers that are taken in (`squash`). Entries of files that
+    /// the snapshot does not have stay as they are, but see `moves`.
     pub git_index: bool,
+    /// Which layers below a restored snapshot are others than those below the sandbox: entries of files
+    /// of theirs are refreshed too. Asked if there is an index to refresh.
+    pub moves: Option<Moves>,
     /// The topmost layers of `stack` that are taken into the snapshot, bottom first: diffs, whose
     /// chunks it names and copies only where they share a frame with what it does not have. It then
     /// lies on the others. [`PackDiffOptions::rules`] hold for what comes from them too.
@@ -254,6 +259,20 @@ pub struct PackDiffOptions {
     pub cache: Option<PathBuf>,
     /// Bounds on the upper.
     pub limits: Limits,
+}
+
+/// Layers that are mounted below a sandbox, and the layers that are mounted in their place below what is
+/// made of its snapshot, each bottom first. Both show the same files.
+#[derive(Clone)]
+pub struct Moves(pub Arc<dyn Fn() -> Option<Moved> + Send + Sync>);
+
+/// What [`Moves`] says: before and after.
+pub type Moved = (Vec<(Digest, Manifest)>, Vec<(Digest, Manifest)>);
+
+impl std::fmt::Debug for Moves {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Moves")
+    }
 }
 
 impl PackDiffOptions {
@@ -281,6 +300,7 @@ impl PackDiffOptions {
             lowers: Vec::new(),
             scratch: None,
             git_index: false,
+            moves: None,
             squash: Vec::new(),
             dry_run: false,
             cache: None,

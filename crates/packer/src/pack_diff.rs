@@ -10,13 +10,13 @@ use std::thread;
 use std::time::Duration;
 
 use layerpack_erofs::NodeId;
-use layerpack_store::{Kind, LayerStore, LayerWriter, ParentRef, WriterOptions};
+use layerpack_store::{Digest, Kind, LayerStore, LayerWriter, Manifest, ParentRef, WriterOptions};
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::dir::{Captured, DirSource, Which};
 use crate::error::{PackError, Result};
 use crate::filter::Filter;
-use crate::git::{Git, GitIndex};
+use crate::git::{Git, GitIndex, Images, Known};
 use crate::halt::{AtRest, Halt, Halted};
 use crate::layout;
 use crate::model::Layer;
@@ -133,6 +133,8 @@ pub fn snapshot(
     let mut stack = options.stack.clone();
     layer.settle()?;
     warnings.absorb(std::mem::take(&mut layer.warnings));
+    let mut known = Known::default();
+    let upper;
     if !options.squash.is_empty() {
         let over = squashed(
             store,
@@ -144,10 +146,23 @@ pub fn snapshot(
             writer.as_mut(),
             &mut warnings,
         );
-        layer = match over {
+        let merged = match over {
             Ok(layer) => layer,
             Err(error) => return Err(warnings.tell(error, progress)),
         };
+        upper = std::mem::replace(&mut layer, merged);
+        if let (Some(git), false) = (&mut taking.git, options.dry_run) {
+            let manifests = manifests(store, &options.squash)?;
+            let is_own = |path: &[u8]| upper.tree.resolve(path).is_some();
+            known.taken = git.take_up(store, &manifests, &mut layer, &is_own, &mut warnings)?;
+            known.own = Some(&upper);
+        }
+    } else if let (Some(git), Some(moves), false) = (&taking.git, &options.moves, options.dry_run)
+        && git.holds()
+        && let Some((before, after)) = moves.0()
+    {
+        known.before = Images::of(store, &before)?;
+        known.after = Images::of(store, &after)?;
     }
     let scrubbed = match &scrub {
         None => ScrubReport::default(),
@@ -164,7 +179,7 @@ pub fn snapshot(
         }
     };
     let (frozen, copied) = (taking.frozen, taking.captured.copied);
-    let made = publish(options, layer, stack, writer, taking.git, progress);
+    let made = publish(options, layer, stack, writer, taking.git, &known, progress);
     let Made {
         published,
         counts,
@@ -204,6 +219,12 @@ fn is_taken(options: &PackDiffOptions, lower: &LowerLayer) -> bool {
     }
 }
 
+fn manifests(store: &LayerStore, layers: &[ParentRef]) -> Result<Vec<(Digest, Manifest)>> {
+    let layers = layers.iter().map(|layer| layer.manifest);
+    let loaded = layers.map(|digest| Ok((digest, store.manifest(&digest)?)));
+    loaded.collect()
+}
+
 /// What was published, if anything, and what is in it.
 struct Made {
     published: Option<layerpack_store::Published>,
@@ -218,11 +239,12 @@ fn publish(
     stack: Vec<ParentRef>,
     mut writer: Option<LayerWriter>,
     git: Option<Git>,
+    known: &Known<'_>,
     progress: &dyn Progress,
 ) -> Result<Made> {
     progress.phase("publish");
     let indexes = match (git, &mut writer) {
-        (Some(mut git), Some(writer)) => git.refresh(&mut layer, writer)?,
+        (Some(mut git), Some(writer)) => git.refresh(&mut layer, writer, known)?,
         _ => Vec::new(),
     };
     // What rules keep back, or a squash drops, may lie in frames of the store with what stays: those

@@ -25,7 +25,7 @@ pub(crate) enum SnapshotCommand {
     Squash(SnapshotSquashArgs),
     /// Put a snapshot on other layers, such as a newer base
     Rebase(SnapshotRebaseArgs),
-    /// Write a snapshot as a layer of a container image
+    /// Write a snapshot as a layer of a container image, or as an image
     Export(SnapshotExportArgs),
     /// Take snapshots out of the store; those made on them stay whole
     Rm(SnapshotRmArgs),
@@ -80,6 +80,9 @@ pub(crate) struct SnapshotSquashArgs {
     /// Use no rules, whatever the node has
     #[arg(long)]
     pub(crate) no_rules: bool,
+    /// Leave the indexes of git repositories as the layers have them
+    #[arg(long)]
+    pub(crate) no_git_index: bool,
     #[command(flatten)]
     pub(crate) sign: SignWithArgs,
     /// Label for people and tools (repeatable)
@@ -127,9 +130,10 @@ pub(crate) struct SnapshotExportArgs {
     /// The snapshot
     #[arg(value_name = "REF")]
     pub(crate) reference: String,
-    /// The archive to write
-    #[arg(long, value_name = "FILE")]
-    pub(crate) to: PathBuf,
+    /// The archive to write, of this one layer; oci:DIR, docker-archive:FILE or
+    /// `registry:HOST/REPOSITORY[:TAG]` for an image with the layers below, as of `layerpack export`
+    #[arg(long, value_name = "TARGET")]
+    pub(crate) to: String,
 }
 
 #[derive(Debug, Args)]

@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStringExt;
 use std::process::ExitCode;
 
 use layerpack_packer::{BuildOptions, BuildReport, ImageSource, Source};
-use layerpack_store::{Kind, LayerName, LayerStore, ParentRef, Reference, Version};
+use layerpack_store::{Kind, LayerStore, ParentRef, Reference};
 
 use super::Outcome;
 use super::ls::parse_kind;
@@ -16,7 +16,7 @@ use crate::output;
 use crate::progress::Reporter;
 use crate::published::{Published, platform};
 use crate::signing::Signer;
-use crate::stack::resolve;
+use crate::stack::{named, resolve};
 
 pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
     if args.split.is_some() {
@@ -41,11 +41,7 @@ pub(super) fn run(context: &Context, args: BuildArgs) -> Outcome {
         )
         .into());
     }
-    let reference = Reference::new(
-        kind,
-        LayerName::new(&given(&args.name))?,
-        Version::new(&given(&args.version))?,
-    );
+    let reference = named(kind, &given(&args.name), &given(&args.version))?;
     if ImageSource::is_image(&args.from) {
         return super::import::run(context, reference, args);
     }

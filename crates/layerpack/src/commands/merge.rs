@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use layerpack_packer::{MergeOptions, merge};
-use layerpack_store::{LayerName, LayerStore, Reference, Version};
+use layerpack_store::{LayerStore, Reference};
 
 use super::Outcome;
 use super::build::{labels, warn};
@@ -14,7 +14,7 @@ use crate::failure::{of_options, usage};
 use crate::progress::Reporter;
 use crate::published::Published;
 use crate::signing::Signer;
-use crate::stack::parse_reference;
+use crate::stack::{named, parse_reference};
 
 pub(super) fn run(context: &Context, args: MergeArgs) -> Outcome {
     let signer = Signer::new(&args.sign)?;
@@ -43,6 +43,7 @@ pub(super) fn publish(
         report.warnings,
         report.cpu_seconds,
     )
+    .with_git(report.git)
     .print(context)?;
     Ok(ExitCode::SUCCESS)
 }
@@ -58,12 +59,9 @@ fn options(args: MergeArgs) -> anyhow::Result<MergeOptions> {
         (None, Some(first)) => first.kind,
         (None, None) => return Err(usage("name the layers to merge")),
     };
-    let reference = Reference::new(
-        kind,
-        LayerName::new(&args.name)?,
-        Version::new(&args.version)?,
-    );
+    let reference = named(kind, &args.name, &args.version)?;
     let mut options = MergeOptions::new(reference, layers);
     options.labels = labels(&args.label)?;
+    options.git_index = !args.no_git_index;
     Ok(options)
 }

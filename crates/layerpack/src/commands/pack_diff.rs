@@ -7,13 +7,16 @@
 use std::io::Read as _;
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, bail};
 use fs_err::os::unix::fs::OpenOptionsExt as _;
-use layerpack_packer::{IdMapRange, LowerLayer, PackDiffOptions, Rules, ScrubReport, snapshot};
+use layerpack_packer::{
+    IdMapRange, LowerLayer, Moves, PackDiffOptions, Rules, ScrubReport, snapshot,
+};
 use layerpack_runtime::{Sandbox, SandboxState};
-use layerpack_store::{Kind, LayerName, LayerStore, ParentRef, Reference, Version};
+use layerpack_store::{Kind, LayerStore, ParentRef};
 use rustix::fs::OFlags;
 use serde::Serialize;
 
@@ -22,11 +25,13 @@ use super::build::{labels, warn};
 use super::scrub_report;
 use crate::args::PackDiffArgs;
 use crate::context::{Context, require_root};
-use crate::launch::sandboxes;
+use crate::depth;
+use crate::launch::{STORE_LABEL, sandboxes};
 use crate::output::{Format, note, print, warning};
 use crate::progress::Reporter;
 use crate::published::{Published, platform};
 use crate::signing::Signer;
+use crate::stack::{StackLayer, named};
 use crate::thaw::Thaw;
 
 /// The node's rules, in its root directory: they count where `--rules` says nothing.
@@ -58,11 +63,7 @@ const TURN: Duration = Duration::from_secs(60);
 
 pub(super) fn run(context: &Context, args: PackDiffArgs) -> Outcome {
     require_root("packing a sandbox")?;
-    let reference = Reference::new(
-        Kind::Diff,
-        LayerName::new(&args.name)?,
-        Version::new(&args.version)?,
-    );
+    let reference = named(Kind::Diff, &args.name, &args.version)?;
     let labels = labels(&args.label)?;
     let signer = Signer::new(&args.sign)?;
     let rules = match args.no_rules {
@@ -78,6 +79,7 @@ pub(super) fn run(context: &Context, args: PackDiffArgs) -> Outcome {
     let mut options = PackDiffOptions::new(reference, sandbox.upper.clone());
     (options.uid_map, options.gid_map) = id_maps(&sandbox);
     options.stack = parents(&sandbox)?;
+    is_there(context, &store, &sandbox)?;
     let kinds = kinds(context, &store, &options.stack, rules.is_some());
     if args.squash {
         options.squash = diffs_on_top(&store, &options.stack)?;
@@ -90,6 +92,7 @@ pub(super) fn run(context: &Context, args: PackDiffArgs) -> Outcome {
     options.jobs = args.jobs.map_or(0, usize::from);
     options.git_index = !args.no_git_index;
     options.dry_run = args.dry_run;
+    options.moves = Some(moves(&store, &options.stack));
     options.cache = context.cache_dir().map(|cache| cache.join("build"));
     options.lowers = lowers(&sandbox, &kinds);
     options.scratch = sandbox.upper.parent().map(Path::to_owned);
@@ -165,6 +168,41 @@ impl Packed {
     }
 }
 
+/// Long rows of diffs are mounted through merged ones: which, that one more diff decides.
+fn moves(store: &LayerStore, stack: &[ParentRef]) -> Moves {
+    let (store, stack) = (store.clone(), stack.to_vec());
+    Moves(Arc::new(move || {
+        let layers = stack.iter().map(|parent| {
+            Some(StackLayer {
+                name: parent.reference.as_ref()?.to_string(),
+                digest: parent.manifest,
+                manifest: store.manifest(&parent.manifest).ok()?,
+            })
+        });
+        let layers = layers.collect::<Option<Vec<_>>>()?;
+        let (before, after) = depth::moved(&store, &layers)?;
+        let plain = |all: Vec<StackLayer>| {
+            let pairs = all.into_iter().map(|layer| (layer.digest, layer.manifest));
+            pairs.collect()
+        };
+        Some((plain(before), plain(after)))
+    }))
+}
+
+/// Refuses to make a store at the address that the sandbox's layers came from: it is away then.
+fn is_there(context: &Context, store: &LayerStore, sandbox: &Sandbox) -> anyhow::Result<()> {
+    let own = sandbox.spec.labels.get(STORE_LABEL);
+    if sandbox.spec.stack.is_empty() || own.is_some_and(|own| own != context.store_url()) {
+        return Ok(());
+    }
+    store.must_exist().with_context(|| {
+        format!(
+            "the store of the layers of sandbox {} is away; nothing was packed",
+            sandbox.spec.id
+        )
+    })
+}
+
 /// Has the daemon let the sandbox go on if this process dies. Without a daemon the next command in
 /// the sandbox does, and the next daemon.
 fn guard(context: &Context, id: &str) {
@@ -206,15 +244,23 @@ pub(crate) fn rules_text(path: &Path) -> anyhow::Result<String> {
     if !file.metadata()?.is_file() {
         bail!("{} is no rules file: it is no regular file", path.display());
     }
-    let mut text = String::new();
-    file.take(MAX_RULES + 1).read_to_string(&mut text)?;
-    if text.len() as u64 > MAX_RULES {
+    let mut bytes = Vec::new();
+    file.take(MAX_RULES + 1)
+        .read_to_end(&mut bytes)
+        .with_context(|| format!("cannot read {}", path.display()))?;
+    if bytes.len() as u64 > MAX_RULES {
         bail!(
             "{} is no rules file: it has more than {MAX_RULES} bytes",
             path.display()
         );
     }
-    Ok(text)
+    String::from_utf8(bytes).map_err(|error| {
+        anyhow::anyhow!(
+            "{} is no rules file: it is no text, its byte {} is not UTF-8",
+            path.display(),
+            error.utf8_error().valid_up_to()
+        )
+    })
 }
 
 /// The diffs on top of a stack, from the lowest on.

@@ -13,7 +13,7 @@ const SHOWN: usize = 20;
 const FEW: usize = 5;
 
 /// The report on stderr; nothing without rules.
-pub(super) fn note_all(report: &ScrubReport) {
+pub(crate) fn note_all(report: &ScrubReport) {
     if report.rules.is_none() {
         return;
     }
@@ -75,12 +75,7 @@ pub(super) fn note_all(report: &ScrubReport) {
             "{layer} has too many entries to be looked through for newer commits: use `--squash`, which applies the rules to all of it"
         ));
     }
-    if report.too_large.entries > 0 {
-        note(&format!(
-            "not looked into for their size: {}",
-            figures(&report.too_large)
-        ));
-    }
+    list("not looked into for their size", &report.too_large);
 }
 
 fn list(word: &str, findings: &Findings) {

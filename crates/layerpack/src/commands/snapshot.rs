@@ -5,6 +5,7 @@ mod list;
 mod rebase;
 mod squash;
 
+use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::bail;
@@ -15,7 +16,10 @@ use serde::Serialize;
 use super::Outcome;
 use super::build::warn;
 use super::query::show_difference;
-use crate::args::{RmArgs, SnapshotArgs, SnapshotCommand, SnapshotDiffArgs, SnapshotExportArgs};
+use crate::args::{
+    ExportArgs, LayerCompression, RmArgs, SnapshotArgs, SnapshotCommand, SnapshotDiffArgs,
+    SnapshotExportArgs,
+};
 use crate::context::Context;
 use crate::failure::usage;
 use crate::output::print;
@@ -29,7 +33,7 @@ pub(super) fn run(context: &Context, args: SnapshotArgs) -> Outcome {
         SnapshotCommand::Diff(args) => diff(context, &args),
         SnapshotCommand::Squash(args) => squash::run(context, args),
         SnapshotCommand::Rebase(args) => rebase::run(context, args),
-        SnapshotCommand::Export(args) => export(context, &args),
+        SnapshotCommand::Export(args) => export(context, args),
         SnapshotCommand::Rm(args) => {
             for text in &args.refs {
                 if parse_reference(text)?.kind != Kind::Diff {
@@ -45,14 +49,19 @@ pub(super) fn run(context: &Context, args: SnapshotArgs) -> Outcome {
 /// A snapshot and the layers that it is made on, bottom first.
 fn open(store: &LayerStore, text: &str) -> anyhow::Result<(StackLayer, Vec<StackLayer>)> {
     if parse_reference(text)?.kind != Kind::Diff {
-        let snapshots = "those are diff/NAME:VERSION";
-        return Err(usage(format!("{text} is no snapshot: {snapshots}")));
+        return Err(no_snapshot(text));
     }
     let mut stack = resolve(store, &[text.to_owned()])?;
     match stack.pop() {
         Some(top) => Ok((top, stack)),
         None => bail!("{text} has no layers"),
     }
+}
+
+fn no_snapshot(text: &str) -> anyhow::Error {
+    usage(format!(
+        "{text} is no snapshot: those are diff/NAME:VERSION"
+    ))
 }
 
 /// Layers as the packer takes them.
@@ -107,20 +116,42 @@ struct Exported {
     warnings: Vec<String>,
 }
 
-fn export(context: &Context, args: &SnapshotExportArgs) -> Outcome {
+fn export(context: &Context, mut args: SnapshotExportArgs) -> Outcome {
+    match args.to.split_once(':') {
+        // An image is no good without the layers below.
+        Some(("oci" | "docker-archive" | "registry", _)) => {
+            if parse_reference(&args.reference)?.kind != Kind::Diff {
+                return Err(no_snapshot(&args.reference).into());
+            }
+            let image = ExportArgs {
+                refs: vec![args.reference],
+                to: args.to,
+                tag: None,
+                compression: LayerCompression::Gzip,
+                plain_http: false,
+                mount_from: Vec::new(),
+            };
+            return super::export::run(context, image);
+        }
+        Some(("tar", path)) => args.to = path.to_owned(),
+        _ => {}
+    }
+    if matches!(args.to.as_str(), "" | "-") {
+        return Err(usage("an archive goes to a file: name one after --to").into());
+    }
     let store = context.store()?;
     let (snapshot, mut stack) = open(&store, &args.reference)?;
     let reference = snapshot.name.clone();
     stack.push(snapshot);
     let digests: Vec<Digest> = stack.iter().map(|layer| layer.digest).collect();
     let reporter = Reporter::new(&reference, context);
-    let report = export_layer(&store, &digests, &args.to, &reporter);
+    let report = export_layer(&store, &digests, Path::new(&args.to), &reporter);
     reporter.finish();
     let report = report?;
     warn(context, &report.warnings);
     let exported = Exported {
         reference,
-        target: args.to.display().to_string(),
+        target: args.to,
         digest: report.digest,
         bytes: report.bytes,
         warnings: report.warnings,

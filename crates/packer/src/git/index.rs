@@ -13,6 +13,8 @@ use sha2::Sha256;
 
 /// Size of what precedes an entry's object id in bytes.
 const STAT: usize = 40;
+/// Place of the size among its words.
+const SIZE: usize = 9;
 const ASSUME_VALID: u16 = 0x8000;
 const EXTENDED: u16 = 0x4000;
 const STAGE: u16 = 0x3000;
@@ -253,6 +255,40 @@ fn entries_of(
     Ok(())
 }
 
+/// Whether an entry, given by where [`Entry::at`] says, remembers just this of its file.
+pub(crate) fn remembers(bytes: &[u8], at: usize, stat: &Stat) -> bool {
+    let Some(entry) = bytes.get(at..at.saturating_add(STAT)) else {
+        return false;
+    };
+    let (words, _) = entry.as_chunks::<4>();
+    words_of(stat)
+        .iter()
+        .all(|(place, value)| words.get(*place) == Some(&value.to_be_bytes()))
+}
+
+/// Has an entry remember nothing of its file, so that git reads it.
+pub(crate) fn forget(bytes: &mut [u8], at: usize) {
+    let (from, to) = (at.saturating_add(SIZE * 4), at.saturating_add(STAT));
+    if let Some(size) = bytes.get_mut(from..to) {
+        size.fill(0);
+    }
+}
+
+/// The words of an entry that remember a file, by their places: all but device and mode.
+fn words_of(stat: &Stat) -> [(usize, u32); 8] {
+    let sec = low(stat.sec.cast_unsigned());
+    [
+        (0, sec), // change time
+        (1, stat.nsec),
+        (2, sec), // modification time
+        (3, stat.nsec),
+        (5, low(stat.ino)),
+        (7, stat.uid),
+        (8, stat.gid),
+        (SIZE, size_word(stat.size)),
+    ]
+}
+
 /// Writes what is to be remembered of files, given by where [`Entry::at`] says, and the hash at
 /// the end unless it is left out.
 pub(crate) fn write(bytes: &mut [u8], hash: Hash, files: &[(usize, Stat)]) {
@@ -261,33 +297,10 @@ pub(crate) fn write(bytes: &mut [u8], hash: Hash, files: &[(usize, Stat)]) {
             continue;
         };
         let (words, _) = entry.as_chunks_mut::<4>();
-        let [
-            ctime,
-            ctime_nsec,
-            mtime,
-            mtime_nsec,
-            _dev,
-            ino,
-            _mode,
-            uid,
-            gid,
-            size,
-        ] = words
-        else {
-            continue;
-        };
-        let sec = low(stat.sec.cast_unsigned());
-        for (word, value) in [
-            (ctime, sec),
-            (ctime_nsec, stat.nsec),
-            (mtime, sec),
-            (mtime_nsec, stat.nsec),
-            (ino, low(stat.ino)),
-            (uid, stat.uid),
-            (gid, stat.gid),
-            (size, size_word(stat.size)),
-        ] {
-            *word = value.to_be_bytes();
+        for (place, value) in words_of(stat) {
+            if let Some(word) = words.get_mut(place) {
+                *word = value.to_be_bytes();
+            }
         }
     }
     let Some(end) = bytes.len().checked_sub(hash.len()) else {

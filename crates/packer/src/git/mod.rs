@@ -10,6 +10,7 @@
 mod blobs;
 pub(crate) mod index;
 mod refresh;
+mod stored;
 
 use std::collections::HashMap;
 
@@ -20,6 +21,8 @@ use crate::content::{self, Bytes, Content, Next, Piece, Pieces};
 use crate::error::Result;
 
 pub use refresh::GitIndex;
+pub(crate) use refresh::Known;
+pub(crate) use stored::Images;
 
 /// Largest index that is refreshed in bytes, and all of one build together.
 const MAX_INDEX: u64 = 64 << 20;
@@ -84,22 +87,26 @@ impl Git {
         size as u64 <= MAX_INDEX && self.held.saturating_add(size) <= MAX_HELD
     }
 
+    /// Holds an index back; what stands for its content until it is stored.
+    fn hold(&mut self, bytes: &[u8]) -> Content {
+        let digest = Digest::of(bytes);
+        if self.indexes.insert(digest, bytes.to_vec()).is_none() {
+            self.held += bytes.len();
+        }
+        Content {
+            size: bytes.len() as u64,
+            pieces: Pieces::One(Piece {
+                offset: 0,
+                len: u32::try_from(bytes.len()).unwrap_or(u32::MAX),
+                digest,
+            }),
+        }
+    }
+
     fn small(&mut self, writer: &mut LayerWriter, name: &[u8], bytes: &[u8]) -> Result<Content> {
         let size = bytes.len() as u64;
         if name == b"index" && bytes.starts_with(b"DIRC") && self.has_room(size) {
-            let digest = Digest::of(bytes);
-            if self.indexes.insert(digest, bytes.to_vec()).is_none() {
-                self.held += bytes.len();
-            }
-            let len = u32::try_from(size).unwrap_or(u32::MAX);
-            return Ok(Content {
-                size,
-                pieces: Pieces::One(Piece {
-                    offset: 0,
-                    len,
-                    digest,
-                }),
-            });
+            return Ok(self.hold(bytes));
         }
         let content = content::store_small(writer, bytes)?;
         let identity = content.identity();

@@ -13,9 +13,10 @@ use layerpack_erofs::{FileType, Image, NodeId, NodeKind, Timestamp};
 use layerpack_store::{Digest, LayerWriter};
 use serde::Serialize;
 
-use super::Git;
 use super::blobs::BlobIds;
 use super::index::{self, Named, Stat};
+use super::stored::Shown;
+use super::{Git, Images};
 use crate::content;
 use crate::error::Result;
 use crate::layout;
@@ -42,11 +43,47 @@ pub struct GitIndex {
     pub left_alone: Option<String>,
 }
 
+/// What mounts of layers of a store show.
+#[derive(Default)]
+pub(crate) struct Known<'a> {
+    /// Those that the layer is made of. A file of theirs has the contents of an entry that remembers just
+    /// what they show of it.
+    pub taken: Images,
+    /// What has the files that are not from there, by their paths.
+    pub own: Option<&'a Layer>,
+    /// Those that are mounted below the layer now and will not be: of some, others will be in their place.
+    pub before: Images,
+    /// Those others. Both show the same files.
+    pub after: Images,
+}
+
+struct Seen<'a> {
+    taken: Shown<'a>,
+    own: Option<&'a Layer>,
+    before: Shown<'a>,
+    after: Shown<'a>,
+}
+
+impl Seen<'_> {
+    /// What a mount of the layers that the layer is made of showed of this file.
+    fn stat(&self, layer: &Layer, id: NodeId, path: &[u8]) -> Option<Stat> {
+        let is_own = || self.own.is_some_and(|own| own.tree.resolve(path).is_some());
+        // Of a link the target is known, and of an empty file that it is empty.
+        if !matches!(layer.tree.node(id).kind, NodeKind::File(_)) || is_own() {
+            return None;
+        }
+        let was = self.taken.stat(path)?;
+        (stat(layer, id, was.ino) == was).then_some(was)
+    }
+}
+
 /// An index and the working tree that it is of.
 struct Found {
     index: NodeId,
     path: Vec<u8>,
     tree: NodeId,
+    /// Path of the tree; ends with `/` unless it is empty.
+    at: Vec<u8>,
 }
 
 /// What an index is to remember.
@@ -55,6 +92,16 @@ struct Plan {
     digest: Digest,
     hash: index::Hash,
     files: Vec<(usize, NodeId)>,
+    /// Of files in layers below.
+    below: Vec<(usize, Stat)>,
+    /// Files whose contents are not the index's, or not known.
+    differing: Vec<(usize, NodeId)>,
+}
+
+impl Plan {
+    fn does_nothing(&self) -> bool {
+        self.files.is_empty() && self.below.is_empty()
+    }
 }
 
 impl Git {
@@ -64,21 +111,28 @@ impl Git {
         &mut self,
         layer: &mut Layer,
         writer: &mut LayerWriter,
+        known: &Known<'_>,
     ) -> Result<Vec<GitIndex>> {
         if self.indexes.is_empty() {
             return Ok(Vec::new());
         }
+        let seen = Seen {
+            taken: known.taken.open()?,
+            own: known.own,
+            before: known.before.open()?,
+            after: known.after.open()?,
+        };
         let mut reports = Vec::new();
         let mut plans = Vec::new();
         for found in self.find(layer) {
             let Some(digest) = self.held_by(layer, found.index) else {
                 continue;
             };
-            let (report, plan) = self.plan(layer, &found, digest);
+            let (report, plan) = self.plan(layer, &found, digest, &seen);
             if reports.len() < REPORTED {
                 reports.push(report);
             }
-            plans.extend(plan.filter(|plan| !plan.files.is_empty()));
+            plans.extend(plan.filter(|plan| !plan.does_nothing()));
         }
         for plan in &plans {
             age(layer, plan);
@@ -93,10 +147,18 @@ impl Git {
                 continue;
             };
             let mut bytes = bytes.clone();
+            let shown = |id: &NodeId| Some(stat(layer, *id, *numbers.get(id)?));
+            for (at, id) in &plan.differing {
+                // By chance, or by the index's new age.
+                if shown(id).is_some_and(|stat| index::remembers(&bytes, *at, &stat)) {
+                    index::forget(&mut bytes, *at);
+                }
+            }
             let files: Vec<(usize, Stat)> = plan
                 .files
                 .iter()
-                .filter_map(|(at, id)| Some((*at, stat(layer, *id, *numbers.get(id)?))))
+                .filter_map(|(at, id)| Some((*at, shown(id)?)))
+                .chain(plan.below)
                 .collect();
             index::write(&mut bytes, plan.hash, &files);
             let content = content::store_small(writer, &bytes)?;
@@ -172,13 +234,20 @@ impl Git {
                     index,
                     path,
                     tree: entry.parent,
+                    at: tree_path.to_vec(),
                 });
             }
         }
         found
     }
 
-    fn plan(&self, layer: &Layer, found: &Found, digest: Digest) -> (GitIndex, Option<Plan>) {
+    fn plan(
+        &self,
+        layer: &Layer,
+        found: &Found,
+        digest: Digest,
+        seen: &Seen<'_>,
+    ) -> (GitIndex, Option<Plan>) {
         let mut report = GitIndex {
             path: crate::show(&found.path),
             entries: 0,
@@ -201,15 +270,37 @@ impl Git {
                 Some("it is split; `git update-index --no-split-index` joins its parts".to_owned());
             return (report, None);
         }
-        let mut files = Vec::new();
+        let (mut files, mut below, mut differing) = (Vec::new(), Vec::new(), Vec::new());
+        // git reads what is not older than the index.
+        let age = layer.tree.node(found.index).metadata.mtime.sec;
+        let believed = |entry: &index::Entry<'_>, stat: &Stat| {
+            stat.sec < age && index::remembers(bytes, entry.at, stat)
+        };
         let read = index::read(bytes, |entry| {
             if !entry.looked_at || entry.named == Named::Other {
                 return;
             }
             match self.look(layer, found.tree, summary.hash, entry) {
-                None => report.missing += 1,
-                Some((_, false)) => report.differing += 1,
+                None => {
+                    report.missing += 1;
+                    let path = [&found.at, entry.path].concat();
+                    let was = seen.before.stat(&path).filter(|stat| believed(entry, stat));
+                    if let Some(stat) = was.and_then(|_| seen.after.stat(&path)) {
+                        below.push((entry.at, stat));
+                    }
+                }
                 Some((id, true)) => files.push((entry.at, id)),
+                Some((id, false)) => {
+                    let path = [&found.at, entry.path].concat();
+                    let was = seen.stat(layer, id, &path);
+                    match was.is_some_and(|stat| believed(entry, &stat)) {
+                        true => files.push((entry.at, id)),
+                        false => {
+                            report.differing += 1;
+                            differing.push((entry.at, id));
+                        }
+                    }
+                }
             }
         });
         if let Err(why) = read {
@@ -222,6 +313,8 @@ impl Git {
             digest,
             hash: summary.hash,
             files,
+            below,
+            differing,
         };
         (report, Some(plan))
     }
@@ -240,13 +333,15 @@ impl Git {
             .split(|&byte| byte == b'/')
             .try_fold(tree, |dir, name| layer.tree.child(dir, name))?;
         let same = match (&layer.tree.node(id).kind, entry.named) {
-            (NodeKind::File(_), Named::File) => match layer.content(id) {
-                None => BlobIds::of(b"").id(hash) == entry.id,
-                Some(content) => self
-                    .blobs
-                    .get(&content.identity())
-                    .is_some_and(|ids| ids.id(hash) == entry.id),
-            },
+            (NodeKind::File(_), Named::File) => {
+                match layer.content(id).filter(|content| content.size > 0) {
+                    None => BlobIds::of(b"").id(hash) == entry.id,
+                    Some(content) => self
+                        .blobs
+                        .get(&content.identity())
+                        .is_some_and(|ids| ids.id(hash) == entry.id),
+                }
+            }
             (NodeKind::Symlink(target), Named::Symlink) => BlobIds::of(target).id(hash) == entry.id,
             _ => false,
         };
@@ -256,10 +351,10 @@ impl Git {
 
 /// Makes an index younger than all files that it remembers.
 fn age(layer: &mut Layer, plan: &Plan) {
-    let youngest = plan
-        .files
-        .iter()
+    let files = plan.files.iter();
+    let youngest = files
         .map(|(_, id)| layer.tree.node(*id).metadata.mtime.sec)
+        .chain(plan.below.iter().map(|(_, stat)| stat.sec))
         .max();
     let mtime = &mut layer.tree.node_mut(plan.index).metadata.mtime;
     if let Some(youngest) = youngest.filter(|youngest| mtime.sec <= *youngest) {

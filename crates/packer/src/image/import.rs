@@ -16,7 +16,7 @@ use super::{Blob, Image, ImageSource, archive, oci, registry};
 use crate::build::Filled;
 use crate::error::{PackError, Result};
 use crate::filter::Filter;
-use crate::git::{Git, GitIndex};
+use crate::git::{Git, GitIndex, Known};
 use crate::layout;
 use crate::merge::overlay;
 use crate::model::Layer;
@@ -531,7 +531,7 @@ impl Import<'_> {
         self.progress.phase("publish");
         let made = (|| -> Result<(Made, Sealed)> {
             let git = match &mut self.git {
-                Some(git) => git.refresh(&mut layer, &mut writer)?,
+                Some(git) => git.refresh(&mut layer, &mut writer, &Known::default())?,
                 None => Vec::new(),
             };
             let mut finished = layout::finish(layer, reference, self.options.level)?;

@@ -2,8 +2,9 @@
 //!
 //! Only metadata and maps are read. The merged layer's map names the chunks of the layers that it
 //! was made from, and its locator the frames that they lie in, so no content is read, compressed
-//! or written, unless [`MergeOptions::reframe`] asks for frames of its own. A merge is laid out like any other layer: merging gives the same layer as building
-//! one from the merged tree.
+//! or written, unless [`MergeOptions::reframe`] asks for frames of its own, and but for indexes of git. A
+//! merge is laid out like any other layer: merging gives the same layer as building one from the merged
+//! tree.
 
 mod load;
 pub(crate) mod overlay;
@@ -15,6 +16,7 @@ use layerpack_store::{Digest, Kind, LayerStore, Manifest, ParentRef, Reference, 
 pub(crate) use load::load;
 
 use crate::error::{PackError, Result};
+use crate::git::{Git, Known};
 use crate::image::CONFIG;
 use crate::layout;
 use crate::model::Layer;
@@ -45,6 +47,9 @@ pub struct MergeOptions {
     /// Writes chunks anew that share a frame of the store with what is not in the merged layer, so
     /// that it takes nothing else along to another store.
     pub reframe: bool,
+    /// Whether git's indexes are given what the merged layer shows, for those entries that remember what
+    /// the merged ones show: no other contents are read for it.
+    pub git_index: bool,
 }
 
 impl MergeOptions {
@@ -58,6 +63,7 @@ impl MergeOptions {
             annotations: std::collections::BTreeMap::new(),
             level: 3,
             reframe: false,
+            git_index: true,
         }
     }
 }
@@ -145,6 +151,22 @@ fn merged_with(
     }
 
     progress.phase("publish");
+    let mut indexes = Vec::new();
+    if options.git_index {
+        let mut git = Git::default();
+        let taken = git.take_up(store, &manifests, &mut layer, &|_| false, &mut warnings)?;
+        if git.holds() {
+            let writer = match &mut early {
+                Some(writer) => writer,
+                None => early.insert(writer()?),
+            };
+            let known = Known {
+                taken,
+                ..Known::default()
+            };
+            indexes = git.refresh(&mut layer, writer, &known)?;
+        }
+    }
     let mut finished = layout::finish(layer, options.reference.clone(), options.level)?;
     let draft = &mut finished.draft;
     draft.platform = platform(&manifests, &mut warnings);
@@ -184,7 +206,7 @@ fn merged_with(
         meta_bytes,
         warnings,
         cpu_seconds: clock.seconds(),
-        git: Vec::new(),
+        git: indexes,
     };
     Ok((report, scrubbed))
 }

@@ -1,5 +1,6 @@
 //! Looks for paths in the layers that a sandbox lies on.
 
+use std::collections::HashSet;
 use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt as _;
@@ -14,7 +15,11 @@ use super::Asked;
 use super::links::{self, Linked};
 use super::report::StillBelow;
 use crate::model::{Layer, OPAQUE};
-use crate::path::components;
+use crate::path::{components, join};
+
+/// Most entries of one directory, at any depth, that are looked at for something that is not asked for
+/// by itself.
+const MOST_ENTRIES: usize = 10_000;
 
 /// A layer below the upper, as a directory of this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,8 +33,14 @@ pub struct LowerLayer {
 }
 
 /// Those of `asked` that a layer holds below `layer`. `lowers` come topmost first; one that cannot be
-/// looked into holds nothing.
-pub(super) fn find(lowers: &[LowerLayer], layer: &Layer, asked: Vec<Asked>) -> Vec<StillBelow> {
+/// looked into holds nothing. `is_newer`: whether a rule about git has something against what a layer
+/// holds at a path.
+pub(super) fn find(
+    lowers: &[LowerLayer],
+    layer: &Layer,
+    asked: Vec<Asked>,
+    is_newer: &mut dyn FnMut(&OwnedFd, &Asked) -> bool,
+) -> Vec<StillBelow> {
     if asked.is_empty() {
         return Vec::new();
     }
@@ -41,6 +52,8 @@ pub(super) fn find(lowers: &[LowerLayer], layer: &Layer, asked: Vec<Asked>) -> V
             Some((lower.name.as_str(), root))
         })
         .collect();
+    let single = asked.iter().filter(|asked| !asked.whole);
+    let single: HashSet<Vec<u8>> = single.map(|asked| asked.path.clone()).collect();
     let mut found = Vec::new();
     let (mut linked, mut paths) = (Vec::new(), Vec::new());
     for asked in asked {
@@ -50,7 +63,9 @@ pub(super) fn find(lowers: &[LowerLayer], layer: &Layer, asked: Vec<Asked>) -> V
         let mut several = Vec::new();
         for (at, (name, root)) in roots.iter().enumerate() {
             match look(root, path) {
-                Found::Directory if asked.whole && is_empty(root, path) => {}
+                Found::Directory if asked.whole && !has_more(root, path, &single) => {}
+                // Its content here is another one.
+                Found::Entry if asked.git && !is_newer(root, &asked) => {}
                 found @ (Found::Entry | Found::Directory) => {
                     // What lies under another layer's entry or whiteout does not show.
                     let mut above = roots.iter().take(at);
@@ -138,18 +153,39 @@ fn look(root: &OwnedFd, path: &[u8]) -> Found {
     }
 }
 
-/// Whether a directory of a layer has nothing in it.
-fn is_empty(root: &OwnedFd, path: &[u8]) -> bool {
+/// Whether a directory of a layer has something in it that is no directory and not one of `single`.
+/// Where there is too much to look at, it has.
+fn has_more(root: &OwnedFd, path: &[u8], single: &HashSet<Vec<u8>>) -> bool {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
-    let opened = openat2(root, OsStr::from_bytes(path), flags, Mode::empty(), resolve);
-    let Some(entries) = opened.ok().and_then(|fd| Dir::new(fd).ok()) else {
-        return false;
-    };
-    let dots = |name: &[u8]| name == b"." || name == b"..";
-    entries
-        .flatten()
-        .all(|entry| dots(entry.file_name().to_bytes()))
+    let mut left = MOST_ENTRIES;
+    let mut todo = vec![path.to_vec()];
+    while let Some(path) = todo.pop() {
+        let name = OsStr::from_bytes(&path);
+        let opened = openat2(root, name, flags, Mode::empty(), resolve);
+        let Some(entries) = opened.ok().and_then(|fd| Dir::new(fd).ok()) else {
+            return true;
+        };
+        for entry in entries.flatten() {
+            let name = entry.file_name().to_bytes();
+            if name == b"." || name == b".." {
+                continue;
+            }
+            let Some(rest) = left.checked_sub(1) else {
+                return true;
+            };
+            left = rest;
+            let path = join(&path, name);
+            match entry.file_type() {
+                FileType::Directory => todo.push(path),
+                // Its number tells: this may be one.
+                FileType::CharacterDevice if matches!(look(root, &path), Found::Whiteout) => {}
+                _ if single.contains(&path) => {}
+                _ => return true,
+            }
+        }
+    }
+    false
 }
 
 /// Whether a layer that does not have a path hides it in those below: something else than a directory

@@ -16,6 +16,7 @@ mod stream;
 mod untouched;
 
 use std::collections::{BTreeMap, HashMap};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -103,8 +104,12 @@ struct Asked {
     rule: String,
     /// Whether the new layer hides it.
     hidden: bool,
-    /// A directory stands for all in it, and is nothing if it is empty.
+    /// A directory stands for all in it that is not asked for by itself, and is nothing if there is
+    /// nothing else.
     whole: bool,
+    /// The rule is one about git's history: the layer may hold another content that it has nothing
+    /// against.
+    git: bool,
 }
 
 /// A file with several names.
@@ -305,8 +310,9 @@ impl<'a> Scrub<'a> {
             return Look::Whole;
         }
         let suspects = |rule: &Rule| rule.action == Action::Suspicious;
-        if self.rules.inside(&facts).any(suspects) {
-            self.state().report.too_large.add(size);
+        if let Some(rule) = self.rules.inside(&facts).find(|rule| suspects(rule)) {
+            let found = finding(path, rule, false, size);
+            self.state().report.too_large.push(found);
         }
         match git || self.rules.inside(&facts).any(|rule| !suspects(rule)) {
             true => Look::Stream,
@@ -461,7 +467,7 @@ impl<'a> Scrub<'a> {
         let mut state = self.state();
         state.report.kept.take(size);
         state.report.scrubbed.push(by_git(path, rule, why, size));
-        state.ask_below(path, &rule.name, false);
+        state.ask(path, &rule.name, false, true);
     }
 
     /// The error of what rules forbid, if they do.
@@ -492,8 +498,17 @@ impl<'a> Scrub<'a> {
         let mut state = std::mem::take(&mut *self.state());
         let mut asked = std::mem::take(&mut state.below);
         asked.extend(untouched::find(self.rules, lowers, layer, &asked));
-        state.report.still_below = below::find(lowers, layer, asked);
         let mut history = self.history.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut is_newer = |root: &OwnedFd, asked: &Asked| {
+            history::names_newer(
+                &self.rules.git,
+                &mut history,
+                root,
+                &asked.path,
+                &asked.rule,
+            )
+        };
+        state.report.still_below = below::find(lowers, layer, asked, &mut is_newer);
         let seen = history::find(&self.rules.git, &mut history, lowers, layer);
         drop(history);
         for (rule, has) in &seen.rules {
@@ -517,12 +532,17 @@ impl State {
     }
 
     fn ask_below(&mut self, path: &[u8], rule: &str, hidden: bool) {
+        self.ask(path, rule, hidden, false);
+    }
+
+    fn ask(&mut self, path: &[u8], rule: &str, hidden: bool, git: bool) {
         if self.below.len() < MOST_BELOW {
             self.below.push(Asked {
                 path: path.to_vec(),
                 rule: rule.to_owned(),
                 hidden,
                 whole: false,
+                git,
             });
         }
     }

@@ -1,12 +1,12 @@
 //! What was packed, what was not, and why.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Most findings of one kind that a report names; the totals count all.
 const MOST: usize = 1000;
 
 /// So many entries, with so many bytes of file contents.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Tally {
     /// Entries that are no directories.
     pub entries: u64,
@@ -27,14 +27,14 @@ impl Tally {
 }
 
 /// Something that a rule matched.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
     /// Path in the layer with a leading `/`, escaped for people; a directory ends with `/`.
     pub path: String,
     /// The rule or built-in set.
     pub rule: String,
     /// What its contents looked like, if that was the reason.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pattern: Option<String>,
     /// Entries that are no directories: more than one below a directory.
     pub entries: u64,
@@ -43,7 +43,7 @@ pub struct Finding {
 }
 
 /// A path that rules speak of and that a layer below holds: whoever has the layers has it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StillBelow {
     /// Path in the layer with a leading `/`, escaped for people.
     pub path: String,
@@ -55,12 +55,12 @@ pub struct StillBelow {
     pub visible: bool,
     /// Other names of the same file in the topmost of these layers that the restored sandbox shows: the
     /// first of them.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub links: Vec<String>,
 }
 
 /// Findings, of which the first are named.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Findings {
     /// All of them.
     pub total: Tally,
@@ -97,7 +97,7 @@ impl Findings {
 }
 
 /// What the rules did.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct ScrubReport {
     /// Digest of the rules' text; none were given if it is absent.
     pub rules: Option<String>,
@@ -115,8 +115,9 @@ pub struct ScrubReport {
     pub forbidden: Findings,
     /// What is in layers below, whatever this one says.
     pub still_below: Vec<StillBelow>,
-    /// Files that were too large for a look at their contents.
-    pub too_large: Tally,
+    /// Files that were too large for a rule that suspects to look at their contents, with the first
+    /// such rule.
+    pub too_large: Findings,
     /// Rules about git's history whose commit no repository has that the sandbox, or a diff below it,
     /// wrote to: they did nothing.
     pub idle_git: Vec<String>,

@@ -41,13 +41,8 @@ pub(super) fn find(
     let known: BTreeSet<&[u8]> = asked.iter().map(|asked| asked.path.as_slice()).collect();
     let mut found = Vec::new();
     for path in paths.into_iter().take(MOST) {
-        // What was asked for, or something in it, is in the report by itself.
-        let mut below = path.clone();
-        below.push(b'/');
-        let after = known.range(below.as_slice()..).next();
-        let touched =
-            known.contains(path.as_slice()) || after.is_some_and(|path| path.starts_with(&below));
-        if touched {
+        // What was asked for is in the report by itself; other things in a directory are not.
+        if known.contains(path.as_slice()) {
             continue;
         }
         if let Some(rule) = rules.names_untouched(&path) {
@@ -55,6 +50,7 @@ pub(super) fn find(
                 rule: rule.name.clone(),
                 hidden: hides(layer, &path),
                 whole: true,
+                git: false,
                 path,
             });
         }

@@ -17,6 +17,7 @@ pub use rules::Split;
 use crate::build::Filled;
 use crate::cpu::Clock;
 use crate::error::{PackError, Result};
+use crate::git::Known;
 use crate::layout;
 use crate::options::{BuildReport, Progress};
 
@@ -65,7 +66,7 @@ pub(crate) fn publish(
         let mut finished = Vec::with_capacity(layers.len());
         for (mut layer, reference) in layers.into_iter().zip(split.references()) {
             let indexes = match &mut git {
-                Some(git) => git.refresh(&mut layer, &mut writer)?,
+                Some(git) => git.refresh(&mut layer, &mut writer, &Known::default())?,
                 None => Vec::new(),
             };
             finished.push((

@@ -14,10 +14,12 @@ use serde::Serialize;
 use super::diff::Difference;
 use super::{EntryKind, View};
 use crate::error::{PackError, Result};
+use crate::git::{Git, Known};
 use crate::layout;
 use crate::model::Layer;
 use crate::options::{BuildReport, Progress};
 use crate::path::join;
+use crate::warnings::Warnings;
 
 /// Whose word stands in a conflict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -103,7 +105,8 @@ pub struct RebaseReport {
     pub dropped: u64,
 }
 
-/// Puts a snapshot on other layers. No contents are read or written.
+/// Puts a snapshot on other layers. No contents are read or written but indexes of git, in which entries
+/// of the snapshot's own files are given what it shows of them.
 ///
 /// # Errors
 /// [`PackError::InvalidOption`], [`PackError::Store`]. Nothing is published then.
@@ -164,6 +167,19 @@ pub fn rebase(
     progress.phase("publish");
     let mut layer = snapshot.layer;
     apply(&mut layer, &drop, &inherit)?;
+    let mut writer = store.writer(WriterOptions {
+        jobs: 1,
+        ..WriterOptions::default()
+    })?;
+    // What was dropped moves the numbers of the others.
+    let mut git = Git::default();
+    let mut warnings = Warnings::default();
+    let own = [(options.snapshot, manifest.clone())];
+    let known = Known {
+        taken: git.take_up(store, &own, &mut layer, &|_| false, &mut warnings)?,
+        ..Known::default()
+    };
+    let indexes = git.refresh(&mut layer, &mut writer, &known)?;
     let mut finished = layout::finish(
         layer,
         options.reference.clone(),
@@ -181,12 +197,9 @@ pub fn rebase(
     draft
         .parameters
         .insert("rebased".to_owned(), options.snapshot.to_string());
-    let writer = store.writer(WriterOptions {
-        jobs: 1,
-        ..WriterOptions::default()
-    })?;
     let published = writer.finish(finished.draft)?;
-    let warnings = published.warnings.clone();
+    let mut warnings = warnings.into_vec();
+    warnings.extend(published.warnings.iter().cloned());
     Ok(RebaseReport {
         made: Some(BuildReport {
             published,
@@ -194,7 +207,7 @@ pub fn rebase(
             meta_bytes: finished.meta_bytes,
             warnings,
             cpu_seconds: clock.seconds(),
-            git: Vec::new(),
+            git: indexes,
         }),
         conflicts,
         dropped,

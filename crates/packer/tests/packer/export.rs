@@ -7,7 +7,7 @@ use layerpack_fixtures::rng::Rng;
 use layerpack_fixtures::tar::{Header, TarWriter, kind};
 use layerpack_packer::{
     Compression, ExportOptions, ExportReport, ImportOptions, PackError, Silent, Source, export,
-    import,
+    export_layer, import,
 };
 use layerpack_store::LayerStore;
 
@@ -358,6 +358,31 @@ fn what_is_no_file_is_not_replaced() {
     assert!(fs_err::read(&plain).unwrap() == expected);
     assert!(fs_err::symlink_metadata(&link).unwrap().is_symlink());
     assert!("tar:-".parse::<layerpack_packer::ExportTarget>().is_err());
+}
+
+/// In an image's layer `.wh.x` takes `x` away: a file of that name cannot be told from it.
+#[test]
+fn names_of_whiteouts_are_no_names_of_files_in_an_image() {
+    let store = memory_store();
+    let scratch = ScratchDir::new("marks").unwrap();
+    fs_err::create_dir_all(scratch.join("tree/etc")).unwrap();
+    fs_err::write(scratch.join("tree/etc/.wh.foo"), "x").unwrap();
+    let tree = Source::Dir(scratch.join("tree"));
+    let packed = try_pack(&store, &options("base/a:1", tree)).unwrap();
+    let (image, layer) = (scratch.join("image"), scratch.join("layer.tar"));
+    let told = |error: PackError| {
+        let error = error.to_string();
+        assert!(
+            error.contains("etc/.wh.foo") && error.contains("rename or exclude"),
+            "{error}"
+        );
+    };
+    told(try_export(&store, &["base/a:1"], &target("oci", &image), |_| {}).unwrap_err());
+    told(export_layer(&store, &[packed.digest], &layer, &Silent).unwrap_err());
+    assert!(!layer.exists() && !image.join("index.json").exists());
+    // An archive of the tree has it.
+    let tar = target("tar", &scratch.join("tree.tar"));
+    try_export(&store, &["base/a:1"], &tar, |_| {}).unwrap();
 }
 
 fn target(scheme: &str, path: &Path) -> String {

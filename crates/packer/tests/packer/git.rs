@@ -6,8 +6,8 @@ use std::process::Command;
 
 use layerpack_fixtures::{ScratchDir, find_tool, skip};
 use layerpack_packer::{
-    BuildReport, GitIndex, ImageSource, ImportOptions, Silent, Source, Split, build, build_split,
-    import,
+    BuildReport, GitIndex, ImageSource, ImportOptions, MergeOptions, Silent, Source, Split, build,
+    build_split, import, merge,
 };
 use layerpack_store::LayerStore;
 
@@ -423,4 +423,95 @@ fn archives_images_and_parts_are_refreshed_alike() {
     let (packed, reports) = loaded(&store, report.parts.remove(1));
     assert_eq!(reports[0].refreshed, 7);
     agrees(&scratch, &packed, &dir, "ws/", "ws/.git/index", &[]);
+}
+
+/// A layer in a store, with or without its index refreshed.
+fn publish(store: &LayerStore, reference: &str, dir: &Path, git_index: bool) {
+    let mut with = options(reference, Source::Dir(dir.to_owned()));
+    with.git_index = git_index;
+    build(store, &with, &Silent).unwrap();
+}
+
+fn merged(store: &LayerStore, reference: &str, layers: &[&str]) -> (Packed, Vec<GitIndex>) {
+    let layers = layers.iter().map(|text| text.parse().unwrap()).collect();
+    let options = MergeOptions::new(reference.parse().unwrap(), layers);
+    loaded(store, merge(store, &options, &Silent).unwrap())
+}
+
+#[test]
+fn a_merge_refreshes_what_its_layers_showed() {
+    if unable() {
+        skip!("needs git");
+    }
+    let scratch = ScratchDir::new("git-merge").unwrap();
+    let repo = scratch.mkdir("low/repo").unwrap();
+    repository(&repo, &[]);
+    let store = memory_store();
+    publish(&store, "base/r:1", &scratch.join("low"), true);
+    // Names in front of all others move their numbers; one file becomes another.
+    for name in ["aaa", "repo/aaa", "repo/src/z"] {
+        let path = scratch.join("high").join(name);
+        fs_err::create_dir_all(path.parent().unwrap()).unwrap();
+        fs_err::write(path, "new").unwrap();
+    }
+    publish(&store, "workspace/h:1", &scratch.join("high"), false);
+    let index = "repo/.git/index";
+    let (packed, reports) = merged(&store, "base/m:1", &["base/r:1", "workspace/h:1"]);
+    agrees(&scratch, &packed, &repo, "repo/", index, &["src/z"]);
+    let [report] = reports.as_slice() else {
+        panic!("{reports:?}")
+    };
+    assert_eq!((report.refreshed, report.differing), (6, 1), "{report:?}");
+    // In steps as at once.
+    publish(
+        &store,
+        "workspace/n:1",
+        &scratch.mkdir("none").unwrap(),
+        false,
+    );
+    merged(
+        &store,
+        "workspace/hn:1",
+        &["workspace/h:1", "workspace/n:1"],
+    );
+    let (steps, _) = merged(&store, "base/s:1", &["base/r:1", "workspace/hn:1"]);
+    assert_eq!(steps.manifest.layer_id(), packed.manifest.layer_id());
+    // Unless it is told not to.
+    let layers = ["base/r:1", "workspace/h:1"].map(|text| text.parse().unwrap());
+    let mut options = MergeOptions::new("base/plain:1".parse().unwrap(), layers.into());
+    options.git_index = false;
+    let (plain, reports) = loaded(&store, merge(&store, &options, &Silent).unwrap());
+    assert!(reports.is_empty());
+    let before = store.load(&"base/r:1".parse().unwrap()).unwrap().0;
+    let before = Packed::load(&store, before, Vec::new()).tree();
+    let bytes = |tree: &crate::support::Tree| tree.get(index).content();
+    assert_eq!(bytes(&plain.tree()), bytes(&before));
+}
+
+#[test]
+fn an_index_that_is_not_younger_than_its_files_is_not_believed() {
+    if unable() {
+        skip!("needs git");
+    }
+    let scratch = ScratchDir::new("git-racy").unwrap();
+    let repo = scratch.mkdir("repo").unwrap();
+    repository(&repo, &[]);
+    let store = memory_store();
+    publish(&store, "base/r:1", &repo, true);
+    let before = store.load(&"base/r:1".parse().unwrap()).unwrap().0;
+    let index = Packed::load(&store, before, Vec::new()).tree();
+    let index = index.get(".git/index").content();
+    // The same index with an early time: its files may have changed after git looked.
+    let path = scratch.mkdir("high/.git").unwrap().join("index");
+    fs_err::write(&path, &index).unwrap();
+    let file = fs_err::File::options().write(true).open(&path).unwrap();
+    let early = std::time::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000);
+    file.set_modified(early).unwrap();
+    publish(&store, "workspace/h:1", &scratch.join("high"), false);
+    let (packed, reports) = merged(&store, "base/m:1", &["base/r:1", "workspace/h:1"]);
+    // Of a link and an empty file all is known. The index is younger than those now, and must not be
+    // believed about the others, whose numbers are what they were.
+    let unknown = ["README", "src/big", "src/deep/a", "src/run", "src/z"];
+    agrees(&scratch, &packed, &repo, "", ".git/index", &unknown);
+    assert_eq!((reports[0].refreshed, reports[0].differing), (2, 5));
 }

@@ -177,7 +177,7 @@ fn contents_are_looked_at_before_they_are_stored() {
     let (tree, report) = packed(&memory_store(), &options(&upper, rules));
     assert!(tree.has("srv/notes") && tree.has("srv/large"));
     assert_eq!(report.scrub.suspicious.named.len(), 2);
-    assert_eq!(report.scrub.too_large.bytes, secret.len() as u64);
+    assert_eq!(report.scrub.too_large.total.bytes, secret.len() as u64);
 }
 
 #[test]
@@ -483,6 +483,36 @@ fn git_of_a_diff_below_is_told() {
 }
 
 #[test]
+fn a_reference_below_is_told_if_it_names_what_is_newer() {
+    if layerpack_fixtures::find_tool("git").is_none() {
+        layerpack_fixtures::skip!("needs git");
+    }
+    let scratch = ScratchDir::new("below-refs").unwrap();
+    let [upper, base] = ["upper", "base"].map(|name| scratch.mkdir(name).unwrap());
+    let repository = scratch.mkdir("base/repo").unwrap();
+    let [first, second] = two_commits(&repository);
+    // The sandbox moves both branches; below, only `next` names the newer commit.
+    for name in ["main", "next"] {
+        write(
+            &upper,
+            &format!("repo/.git/refs/heads/{name}"),
+            format!("{second}\n"),
+        );
+    }
+    let rules = format!("[[git]]\nname = \"future\"\nnewer-than = \"{first}\"\n");
+    let mut with = options(&upper, &rules);
+    with.lowers = vec![LowerLayer {
+        name: "base/b:1".to_owned(),
+        path: base,
+        diff: false,
+    }];
+    let scrub = pack_diff(&memory_store(), &with, &Silent).unwrap().scrub;
+    assert_eq!(scrub.scrubbed.total.entries, 2);
+    let below: Vec<&str> = scrub.still_below.iter().map(|b| b.path.as_str()).collect();
+    assert_eq!(below, ["/repo/.git/refs/heads/next"]);
+}
+
+#[test]
 fn files_of_git_that_are_not_read_do_not_stay_in_silence() {
     if layerpack_fixtures::find_tool("git").is_none() {
         layerpack_fixtures::skip!("needs git");
@@ -519,7 +549,7 @@ fn files_of_git_that_are_not_read_do_not_stay_in_silence() {
         pattern("/repo/.git/reftable/0x1.ref", &scrub.suspicious).as_deref(),
         Some("reftable")
     );
-    assert_eq!(scrub.too_large.entries, 0);
+    assert_eq!(scrub.too_large.total.entries, 0);
 }
 
 #[test]

@@ -267,7 +267,7 @@ fn padding_hides_nothing_from_what_is_forbidden() {
     let with = options(&upper, "diff/p:1", Some(&rules("scrub")));
     let (layer, report) = packed(&memory_store(), &with);
     assert!(!layer.tree().has("srv/padded"));
-    assert_eq!(report.scrub.too_large.entries, 0);
+    assert_eq!(report.scrub.too_large.total.entries, 0);
     // A hole is no border that hides something either.
     let file = fs_err::File::create(upper.join("srv/sparse")).unwrap();
     file.set_len(64 << 20).unwrap();
@@ -277,7 +277,15 @@ fn padding_hides_nothing_from_what_is_forbidden() {
     // For a suspicion, large files are only counted; what has no token is packed.
     let with = options(&upper, "diff/p:1", Some(&rules("suspicious")));
     let (_, report) = packed(&memory_store(), &with);
-    assert_eq!(report.scrub.too_large.entries, 2);
+    assert_eq!(report.scrub.too_large.total.entries, 2);
+    let named = &report.scrub.too_large.named;
+    assert!(
+        named.len() == 2
+            && named
+                .iter()
+                .all(|f| f.path.starts_with('/') && !f.rule.is_empty()),
+        "{named:?}"
+    );
     write(&upper, "srv/padded", vec![b'.'; size]);
     fs_err::remove_file(upper.join("srv/sparse")).unwrap();
     let with = options(&upper, "diff/p:1", Some(&rules("forbid")));
@@ -343,6 +351,36 @@ fn what_a_layer_below_shows_is_said_though_it_was_not_touched() {
             ("/home/other/.netrc", "cloud-credentials", 1, true),
             ("/root/.ssh", "ssh", 1, true),
         ]
+    );
+}
+
+#[test]
+fn a_new_file_beside_a_secret_below_does_not_silence_its_warning() {
+    let scratch = ScratchDir::new("beside").unwrap();
+    let (upper, low) = (
+        scratch.mkdir("upper").unwrap(),
+        scratch.mkdir("low").unwrap(),
+    );
+    write(&low, "root/.ssh/id_rsa", "old");
+    write(&low, "home/me/.aws/credentials", "old");
+    write(&upper, "root/.ssh/known_hosts", "new");
+    // All that is below is in the report by itself.
+    write(&upper, "home/me/.aws/credentials", "mine");
+    write(&upper, "home/me/.aws/config", "mine");
+    let mut with = options(&upper, "diff/u:1", Some("sets = [\"all\"]\n"));
+    with.lowers = vec![LowerLayer {
+        name: "base/b:1".to_owned(),
+        path: low,
+        diff: false,
+    }];
+    let report = pack_diff(&memory_store(), &with, &Silent).unwrap();
+    let mut below: Vec<(&str, bool)> = (report.scrub.still_below.iter())
+        .map(|b| (b.path.as_str(), b.visible))
+        .collect();
+    below.sort_unstable();
+    assert_eq!(
+        below,
+        [("/home/me/.aws/credentials", true), ("/root/.ssh", true)]
     );
 }
 

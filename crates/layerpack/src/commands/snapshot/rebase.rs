@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::bail;
 use layerpack_packer::{RebaseConflict, RebaseOptions, Strategy, rebase};
-use layerpack_store::{Kind, LayerName, Reference, Version};
+use layerpack_store::Kind;
 use serde::Serialize;
 
 use super::super::Outcome;
@@ -16,7 +16,7 @@ use crate::output::{Format, note, print, printable};
 use crate::progress::Reporter;
 use crate::published::Published;
 use crate::signing::Signer;
-use crate::stack::{StackLayer, resolve};
+use crate::stack::{StackLayer, named, resolve};
 
 /// A rebase in `-o json`.
 #[derive(Debug, Serialize)]
@@ -36,11 +36,7 @@ pub(super) fn run(context: &Context, args: SnapshotRebaseArgs) -> Outcome {
     let (snapshot, below) = open(&store, &args.reference)?;
     let onto = resolve(&store, &args.onto)?;
     leaves_nothing_behind(&args.reference, &below, &onto)?;
-    let reference = Reference::new(
-        Kind::Diff,
-        LayerName::new(&args.name)?,
-        Version::new(&args.version)?,
-    );
+    let reference = named(Kind::Diff, &args.name, &args.version)?;
     let mut options = RebaseOptions::new(reference, snapshot.digest, parents(&onto));
     options.labels = labels;
     options.strategy = match args.strategy {
@@ -63,13 +59,14 @@ pub(super) fn run(context: &Context, args: SnapshotRebaseArgs) -> Outcome {
         Some(made) => {
             warn(context, &made.warnings);
             signer.sign(&store, &made.published.digest)?;
-            Some(Published::new(
+            let published = Published::new(
                 &made.published,
                 made.counts,
                 made.meta_bytes,
                 made.warnings,
                 made.cpu_seconds,
-            ))
+            );
+            Some(published.with_git(made.git))
         }
     };
     let rebased = Rebased {

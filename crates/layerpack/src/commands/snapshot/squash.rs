@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use layerpack_packer::{MergeOptions, Rules, ScrubReport, merge_with_rules};
-use layerpack_store::{Digest, Kind, LayerName, LayerStore, Manifest, Reference, Version};
+use layerpack_store::{Digest, Kind, LayerStore, Manifest, Reference};
 use serde::Serialize;
 
 use super::super::build::{labels, warn};
@@ -17,6 +17,7 @@ use crate::output::{Format, print};
 use crate::progress::Reporter;
 use crate::published::Published;
 use crate::signing::Signer;
+use crate::stack::named;
 
 pub(super) fn run(context: &Context, args: SnapshotSquashArgs) -> Outcome {
     let signer = Signer::new(&args.sign)?;
@@ -47,15 +48,12 @@ pub(super) fn run(context: &Context, args: SnapshotSquashArgs) -> Outcome {
             .map_or(Kind::Diff, |layer| layer.manifest.kind),
         false => Kind::Diff,
     };
-    let reference = Reference::new(
-        kind,
-        LayerName::new(&args.name)?,
-        Version::new(&args.version)?,
-    );
+    let reference = named(kind, &args.name, &args.version)?;
     let mut options = MergeOptions::new(reference, layers);
     options.labels = labels;
     // What was removed must not come along in the frames of what was not.
     options.reframe = true;
+    options.git_index = !args.no_git_index;
     match rules {
         None => merge::publish(context, &store, &options, &signer),
         Some(rules) => {
@@ -96,7 +94,8 @@ fn publish(
             merged.meta_bytes,
             merged.warnings,
             merged.cpu_seconds,
-        ),
+        )
+        .with_git(merged.git),
         report: report.scrub,
     };
     if !context.quiet && context.format == Format::Text {

@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use rustix::fs::{Dir, FileType, Mode, OFlags, ResolveFlags, openat2};
 
 use super::objects::{Files as _, Mounted, ReadAt};
-use super::{Fate, History, MOST_READ, is_unread, named};
+use super::{Fate, History, Limit, MOST_READ, Named, is_unread, named};
 use crate::model::Layer;
 use crate::path::join;
 use crate::scrub::below::{LowerLayer, covers};
@@ -121,11 +121,7 @@ impl Look<'_> {
             let limit = self.history.commit(named.directory, &rule.newer_than);
             self.seen.rules.push((rule.name.clone(), limit.is_some()));
             let Some(limit) = limit else { continue };
-            let newer = match self.files.open(path).and_then(|file| read(&*file)) {
-                Some(_) if is_unread(&named) => true,
-                Some(bytes) => self.history.fate(&named, &bytes, &limit) != Fate::Stays,
-                None => true,
-            };
+            let newer = is_newer(self.history, &self.files, path, &named, &limit);
             let hidden =
                 || hides(self.layer, path) || self.above.iter().any(|root| covers(root, path));
             if newer && self.seen.found.len() < MOST_FOUND && !hidden() {
@@ -141,6 +137,41 @@ impl Look<'_> {
         // Each is told once.
         self.seen.rules.sort();
         self.seen.rules.dedup();
+    }
+}
+
+/// Whether what a layer holds at a path names commits that the rule of that name is to leave out.
+pub(in crate::scrub) fn names_newer(
+    rules: &[GitRule],
+    history: &mut History,
+    root: &OwnedFd,
+    path: &[u8],
+    rule: &str,
+) -> bool {
+    let (Some(named), Ok(root)) = (named(path), root.try_clone()) else {
+        return true;
+    };
+    let files = Mounted(root);
+    let about = |one: &&GitRule| one.name == rule && one.is_about(named.directory);
+    rules.iter().filter(about).any(|rule| {
+        let limit = history.commit(named.directory, &rule.newer_than);
+        limit.is_some_and(|limit| is_newer(history, &files, path, &named, &limit))
+    })
+}
+
+/// Whether a file of git names commits newer than `limit`; one that cannot be read counts as one that
+/// does.
+fn is_newer(
+    history: &mut History,
+    files: &Mounted,
+    path: &[u8],
+    named: &Named<'_>,
+    limit: &Limit,
+) -> bool {
+    match files.open(path).and_then(|file| read(&*file)) {
+        Some(_) if is_unread(named) => true,
+        Some(bytes) => history.fate(named, &bytes, limit) != Fate::Stays,
+        None => true,
     }
 }
 

@@ -13,7 +13,7 @@ use std::path::Path;
 use rustix::fs::{Mode, OFlags};
 
 use ancestry::{Age, Ancestry};
-pub(super) use below::find;
+pub(super) use below::{find, names_newer};
 use objects::{Files, Id, Mounted, Objects};
 
 /// Largest file of git that is read, in bytes. A larger one is left out where its repository has the
