@@ -42,7 +42,7 @@ fn bounded_to(
     let Some((lowest, others)) = stack.split_first().filter(|_| stack.len() > most) else {
         return Ok(stack);
     };
-    let others = rows(store, others).with_context(|| {
+    let others = rows(store, others, 0).with_context(|| {
         format!(
             "a stack of {} layers is too high to be mounted as it is, and it cannot be merged",
             stack.len()
@@ -246,8 +246,8 @@ mod tests {
         // What one more diff moves is known before it is there.
         let digests = |stack: &[StackLayer]| stack.iter().map(|l| l.digest).collect::<Vec<_>>();
         for length in [1, 8, 9, 16, 64, 72, 74] {
-            let now = digests(&bounded(&store, &all[..length]));
-            let mut next = digests(&bounded(&store, &all[..=length]));
+            let now = digests(&bounded(&store, &all[..length]).unwrap());
+            let mut next = digests(&bounded(&store, &all[..=length]).unwrap());
             next.pop();
             let Some((before, after)) = moved(&store, &all[..length]) else {
                 assert_eq!(now, next, "{length}");
