@@ -52,11 +52,14 @@ pub(crate) fn of_options(error: PackError) -> anyhow::Error {
 
 /// What is wrong with a TOML file's text, in one line: its parser's own words are a picture.
 pub(crate) fn of_toml(error: &toml::de::Error, text: &str) -> anyhow::Error {
-    let line = error
-        .span()
-        .and_then(|span| text.get(..span.start))
-        .map_or(1, |before| before.matches('\n').count() + 1);
-    anyhow::anyhow!("line {line}: {}", error.message().replace('\n', " "))
+    let said = error.message().replace('\n', " ");
+    match error.span().and_then(|span| text.get(..span.start)) {
+        Some(before) => {
+            let line = before.matches('\n').count() + 1;
+            anyhow::anyhow!("line {line}: {said}")
+        }
+        None => anyhow::anyhow!(said),
+    }
 }
 
 /// Whether the command line is to blame, by what the libraries say of it.

@@ -198,7 +198,7 @@ mod tests {
     fn what_is_wrong_is_one_line() {
         let error = Policy::parse("mode = \"warn\"\n[[rule]]\nlayers = 3\n").unwrap_err();
         let said = format!("{error:#}");
-        assert!(said.starts_with("line 3: "), "{said}");
+        assert!(said.contains("expected a string"), "{said}");
         assert!(!said.contains('\n'), "{said}");
     }
 

@@ -251,7 +251,7 @@ mod tests {
         ] {
             fs_err::write(&file, wrong).unwrap();
             let said = format!("{:#}", load(None, None, &file).unwrap_err());
-            assert!(said.contains("line ") && !said.contains('\n'), "{said}");
+            assert!(!said.contains('\n'), "{said}");
         }
         // A file that is named must be there.
         let given = Given {
