@@ -1,6 +1,7 @@
-//! The inodes of a tree. Most are plain files: regular, one name, no extended attributes, their bytes
-//! in one run, of less than 4 GiB and of a time from 1970 to 2106. Those take 20 bytes; all others are
-//! kept as they are.
+//! The inodes of a tree. Most are plain: regular files of less than 4 GiB, their bytes in one run,
+//! directories and symbolic links, of a time from 1970 to 2106. Those take 20 bytes, links their targets
+//! too, files of several names some more, and what many have in common, owners, modes and extended
+//! attributes, is there once; all others are kept as they are.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Deref;
@@ -58,41 +59,59 @@ impl Deref for NodeRef<'_> {
     }
 }
 
-/// Mode, user and group.
-type Owner = (u16, u32, u32);
+/// Mode, user, group, and extended attributes.
+type Owner = (u16, u32, u32, BTreeMap<Vec<u8>, Vec<u8>>);
 
-/// Most different owners of plain files. What comes after them is kept whole.
+/// Most different owners of plain inodes. What comes after them is kept whole.
 const MAX_OWNERS: usize = 1 << 12;
-/// The top bit of [`Slot::which`]: the inode is kept whole.
-const WHOLE: u32 = 1 << 31;
+/// Of these, how many may have extended attributes, and of how many bytes: what each inode has of its
+/// own must not take the place of what many share.
+const MAX_WITH_XATTRS: usize = MAX_OWNERS / 2;
+const MAX_XATTRS: usize = 1 << 10;
+/// The two top bits of [`Slot::which`] say what it is.
+const FORM: u32 = 3 << 30;
+/// A file: `a` is its size, `b` the block after its first, or 0.
+const FILE: u32 = 0;
+/// A directory: `a` is the head of its entries, `b` how many links it has.
+const DIRECTORY: u32 = 1 << 30;
+/// A symbolic link: its target begins at `a` and has `b` bytes.
+const SYMLINK: u32 = 2 << 30;
+/// The inode is kept whole, under the number that the other bits are; nothing else counts.
+const WHOLE: u32 = 3 << 30;
 
-/// An inode: a plain file, or the number of one that is kept whole.
+/// An inode, if it is plain.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Slot {
-    /// Number of an owner, or with [`WHOLE`] of a whole inode, and then nothing else counts.
+    /// Its form, and the number of its owner.
     which: u32,
     nsec: u32,
     sec: u32,
-    size: u32,
-    start: Option<BlockIndex>,
+    a: u32,
+    b: u32,
 }
 const _: () = assert!(size_of::<Slot>() == 20);
 
 impl Slot {
     pub(crate) fn numbers(&self) -> [u32; 5] {
-        // The block after the first, as it is kept; 0: none.
-        let start = self.start.map_or(0, BlockIndex::following);
-        [self.which, self.nsec, self.sec, self.size, start]
+        [self.which, self.nsec, self.sec, self.a, self.b]
     }
 
-    pub(crate) fn from_numbers([which, nsec, sec, size, start]: [u32; 5]) -> Self {
+    pub(crate) fn from_numbers([which, nsec, sec, a, b]: [u32; 5]) -> Self {
         Self {
             which,
             nsec,
             sec,
-            size,
-            start: BlockIndex::before(start),
+            a,
+            b,
         }
+    }
+
+    fn form(&self) -> u32 {
+        self.which & FORM
+    }
+
+    fn number(&self) -> usize {
+        (self.which & !FORM) as usize
     }
 }
 
@@ -103,9 +122,13 @@ pub(crate) struct Nodes {
     whole: Vec<Node>,
     owners: Vec<Owner>,
     numbers: HashMap<Owner, u32>,
+    /// Owners that have extended attributes.
+    with_xattrs: usize,
+    /// Targets of plain symbolic links, one after the other.
+    targets: Vec<u8>,
+    /// How many names plain files and links have, if not one.
+    links: HashMap<u32, u32>,
 }
-
-static NO_XATTRS: BTreeMap<Vec<u8>, Vec<u8>> = BTreeMap::new();
 
 #[expect(
     clippy::indexing_slicing,
@@ -150,20 +173,20 @@ impl Nodes {
 
     /// Puts an inode among the whole ones.
     fn keep(&mut self, node: Node) -> Slot {
-        // Directories, links and the like: 2^31 of them take hundreds of GiB.
+        // Devices, files with attributes and the like: 2^30 of them take hundreds of GiB.
         let number = u32::try_from(self.whole.len()).unwrap_or(u32::MAX);
-        assert!(number & WHOLE == 0, "2^31 inodes that are not plain files");
+        assert!(number & FORM == 0, "2^30 inodes that are not plain");
         self.whole.push(node);
         Slot {
             which: number | WHOLE,
             nsec: 0,
             sec: 0,
-            size: 0,
-            start: None,
+            a: 0,
+            b: 0,
         }
     }
 
-    /// The short form of a plain file.
+    /// The short form of a plain inode with the links of a new one.
     fn plain(&mut self, node: &Node) -> Option<Slot> {
         let Metadata {
             mode,
@@ -172,37 +195,56 @@ impl Nodes {
             mtime,
             xattrs,
         } = &node.metadata;
-        let NodeKind::File(data) = &node.kind else {
-            return None;
-        };
-        if node.links != 1 || !xattrs.is_empty() {
-            return None;
-        }
-        let (size, start) = short(data)?;
         let sec = u32::try_from(mtime.sec).ok()?;
-        let owner = (*mode, *uid, *gid);
+        let (form, a, b) = match &node.kind {
+            NodeKind::File(data) if node.links == 1 => {
+                let (size, start) = short(data)?;
+                (FILE, size, start)
+            }
+            NodeKind::Directory => (DIRECTORY, node.first, node.links),
+            NodeKind::Symlink(target) if node.links == 1 => {
+                let len = u32::try_from(target.len()).ok()?;
+                let start = u32::try_from(self.targets.len()).ok()?;
+                (SYMLINK, start, len)
+            }
+            _ => return None,
+        };
+        let owner = (*mode, *uid, *gid, xattrs.clone());
         let number = match self.numbers.get(&owner) {
             Some(number) => *number,
             None if self.owners.len() >= MAX_OWNERS => return None,
-            None => {
-                let number = u32::try_from(self.owners.len()).ok()?;
-                self.owners.push(owner);
-                self.numbers.insert(owner, number);
-                number
+            None if !xattrs.is_empty() => {
+                let lens = xattrs.iter().map(|(name, value)| name.len() + value.len());
+                if self.with_xattrs >= MAX_WITH_XATTRS || lens.sum::<usize>() > MAX_XATTRS {
+                    return None;
+                }
+                self.with_xattrs += 1;
+                self.number_owner(owner)?
             }
+            None => self.number_owner(owner)?,
         };
+        if let NodeKind::Symlink(target) = &node.kind {
+            self.targets.extend_from_slice(target);
+        }
         Some(Slot {
-            which: number,
+            which: number | form,
             nsec: mtime.nsec,
             sec,
-            size,
-            start,
+            a,
+            b,
         })
     }
 
+    fn number_owner(&mut self, owner: Owner) -> Option<u32> {
+        let number = u32::try_from(self.owners.len()).ok()?;
+        self.owners.push(owner.clone());
+        self.numbers.insert(owner, number);
+        Some(number)
+    }
+
     fn whole(&self, index: usize) -> Option<&Node> {
-        let which = self.slots[index].which;
-        (which & WHOLE != 0).then(|| &self.whole[(which & !WHOLE) as usize])
+        let slot = &self.slots[index];
+        (slot.form() == WHOLE).then(|| &self.whole[slot.number()])
     }
 
     pub(crate) fn get(&self, index: usize) -> NodeRef<'_> {
@@ -214,49 +256,66 @@ impl Nodes {
 
     fn unpacked(&self, index: usize) -> Node {
         let slot = &self.slots[index];
-        let (mode, uid, gid) = self.owners[slot.which as usize];
+        let (mode, uid, gid, xattrs) = &self.owners[slot.number()];
         let metadata = Metadata {
-            mode,
-            uid,
-            gid,
+            mode: *mode,
+            uid: *uid,
+            gid: *gid,
             mtime: Timestamp {
                 sec: slot.sec.into(),
                 nsec: slot.nsec,
             },
-            xattrs: BTreeMap::new(),
+            xattrs: xattrs.clone(),
         };
-        let layout = match slot.start {
-            Some(start) => FileLayout::Contiguous { start },
-            None => FileLayout::Empty,
+        let kind = match slot.form() {
+            DIRECTORY => NodeKind::Directory,
+            SYMLINK => {
+                let start = slot.a as usize;
+                NodeKind::Symlink(self.targets[start..start + slot.b as usize].to_vec())
+            }
+            _ => NodeKind::File(FileData {
+                size: slot.a.into(),
+                layout: match BlockIndex::before(slot.b) {
+                    Some(start) => FileLayout::Contiguous { start },
+                    None => FileLayout::Empty,
+                },
+            }),
         };
-        let size = slot.size.into();
-        Node::new(metadata, NodeKind::File(FileData { size, layout }))
+        Node {
+            metadata,
+            kind,
+            links: self.links(index),
+            first: self.first(index),
+        }
     }
 
     pub(crate) fn get_mut(&mut self, index: usize) -> &mut Node {
-        if self.slots[index].which & WHOLE == 0 {
+        if self.slots[index].form() != WHOLE {
             let node = self.unpacked(index);
+            self.links.remove(&key(index));
             self.slots[index] = self.keep(node);
         }
-        let which = self.slots[index].which & !WHOLE;
-        &mut self.whole[which as usize]
+        let number = self.slots[index].number();
+        &mut self.whole[number]
     }
 
     pub(crate) fn set_data(&mut self, index: usize, data: FileData) {
         let slot = &mut self.slots[index];
-        if slot.which & WHOLE == 0
+        if slot.form() == FILE
             && let Some((size, start)) = short(&data)
         {
-            slot.size = size;
-            slot.start = start;
-        } else if let NodeKind::File(there) = &mut self.get_mut(index).kind {
+            slot.a = size;
+            slot.b = start;
+        } else if matches!(slot.form(), FILE | WHOLE)
+            && let NodeKind::File(there) = &mut self.get_mut(index).kind
+        {
             *there = data;
         }
     }
 
     pub(crate) fn set_mtime(&mut self, index: usize, mtime: Timestamp) {
         let slot = &mut self.slots[index];
-        if slot.which & WHOLE == 0
+        if slot.form() != WHOLE
             && let Ok(sec) = u32::try_from(mtime.sec)
         {
             slot.sec = sec;
@@ -266,27 +325,91 @@ impl Nodes {
         }
     }
 
+    /// How many links it has.
+    pub(crate) fn links(&self, index: usize) -> u32 {
+        let slot = &self.slots[index];
+        match slot.form() {
+            WHOLE => self.whole[slot.number()].links,
+            DIRECTORY => slot.b,
+            _ if self.links.is_empty() => 1,
+            _ => self.links.get(&key(index)).copied().unwrap_or(1),
+        }
+    }
+
+    pub(crate) fn set_links(&mut self, index: usize, links: u32) {
+        let slot = &mut self.slots[index];
+        match slot.form() {
+            WHOLE => self.whole[slot.number()].links = links,
+            DIRECTORY => slot.b = links,
+            _ if links == 1 => {
+                self.links.remove(&key(index));
+            }
+            _ => {
+                self.links.insert(key(index), links);
+            }
+        }
+    }
+
+    /// Frees what an inode without names holds.
+    pub(crate) fn empty(&mut self, index: usize) {
+        let slot = self.slots[index];
+        if slot.form() == WHOLE {
+            let node = &mut self.whole[slot.number()];
+            node.metadata.xattrs = BTreeMap::new();
+            if !node.kind.is_dir() {
+                node.kind = NodeKind::Fifo;
+            }
+        }
+    }
+
     pub(crate) fn xattrs(&self, index: usize) -> &BTreeMap<Vec<u8>, Vec<u8>> {
-        self.whole(index)
-            .map_or(&NO_XATTRS, |node| &node.metadata.xattrs)
+        let slot = &self.slots[index];
+        match slot.form() {
+            WHOLE => &self.whole[slot.number()].metadata.xattrs,
+            _ => &self.owners[slot.number()].3,
+        }
     }
 
     pub(crate) fn is_dir(&self, index: usize) -> bool {
-        self.whole(index).is_some_and(|node| node.kind.is_dir())
+        let slot = &self.slots[index];
+        match slot.form() {
+            WHOLE => self.whole[slot.number()].kind.is_dir(),
+            form => form == DIRECTORY,
+        }
     }
 
     /// Head of the list of entries.
     pub(crate) fn first(&self, index: usize) -> u32 {
-        self.whole(index).map_or(NIL, |node| node.first)
+        let slot = &self.slots[index];
+        match slot.form() {
+            WHOLE => self.whole[slot.number()].first,
+            DIRECTORY => slot.a,
+            _ => NIL,
+        }
+    }
+
+    /// Sets the head of a directory's list of entries.
+    pub(crate) fn set_first(&mut self, index: usize, first: u32) {
+        let slot = &mut self.slots[index];
+        match slot.form() {
+            DIRECTORY => slot.a = first,
+            _ => self.get_mut(index).first = first,
+        }
     }
 }
 
-/// Size of a file and where its bytes begin, if it is empty or one run, and not too large.
-fn short(data: &FileData) -> Option<(u32, Option<BlockIndex>)> {
+/// An index as it is kept: there are no more than 2^32.
+fn key(index: usize) -> u32 {
+    u32::try_from(index).unwrap_or(u32::MAX)
+}
+
+/// Size of a file and the block after the first of its bytes, or 0, if it is empty or one run, and not
+/// too large.
+fn short(data: &FileData) -> Option<(u32, u32)> {
     let size = u32::try_from(data.size).ok()?;
     match data.layout {
-        FileLayout::Empty => Some((size, None)),
-        FileLayout::Contiguous { start } => Some((size, Some(start))),
+        FileLayout::Empty => Some((size, 0)),
+        FileLayout::Contiguous { start } => Some((size, start.following())),
         FileLayout::Chunked { .. } => None,
     }
 }
@@ -360,14 +483,14 @@ mod tests {
         for node in all.iter().skip(1) {
             nodes.push(node.clone());
         }
-        assert_eq!((nodes.len(), nodes.whole.len()), (11, 9));
+        assert_eq!((nodes.len(), nodes.whole.len()), (11, 6));
         for (index, node) in all.iter().enumerate() {
             same(&nodes, index, node);
         }
         // Whole from the first change on that is not of size, place or time.
         nodes.set_data(1, run(77, 3));
         nodes.set_mtime(1, Timestamp { sec: 1, nsec: 2 });
-        assert_eq!(nodes.whole.len(), 9);
+        assert_eq!(nodes.whole.len(), 6);
         let mut changed = file(1, run(77, 3));
         changed.metadata.mtime = Timestamp { sec: 1, nsec: 2 };
         same(&nodes, 1, &changed);
@@ -375,7 +498,7 @@ mod tests {
         changed.metadata.uid = 5;
         nodes.set_data(4, run(1, 9));
         nodes.set_mtime(0, Timestamp { sec: 5, nsec: 5 });
-        assert_eq!(nodes.whole.len(), 10);
+        assert_eq!(nodes.whole.len(), 7);
         same(&nodes, 1, &changed);
         assert_eq!(nodes.get(4).kind, NodeKind::File(run(1, 9)));
         assert_eq!(nodes.get(0).metadata.mtime, Timestamp { sec: 5, nsec: 5 });
@@ -387,10 +510,82 @@ mod tests {
         nodes.push(file(2, run(1, 1)));
         nodes.set_data(11, run(1 << 40, 7));
         same(&nodes, 11, &file(2, run(1 << 40, 7)));
-        assert_eq!(nodes.whole.len(), 12);
+        assert_eq!(nodes.whole.len(), 9);
         // Data is for files alone.
-        nodes.set_data(0, run(1, 1));
+        for index in [0, 6] {
+            let before = nodes.get(index).kind.clone();
+            nodes.set_data(index, run(1, 1));
+            assert_eq!(nodes.get(index).kind, before);
+        }
         assert!(nodes.is_dir(0));
+    }
+
+    #[test]
+    fn links_and_entries_are_known_of_plain_inodes() {
+        let mut nodes = Nodes::new(Node::new(Metadata::default(), NodeKind::Directory));
+        nodes.push(file(1, run(5, 1)));
+        for target in [b"first".to_vec(), vec![b'x'; 4095]] {
+            nodes.push(Node::new(Metadata::default(), NodeKind::Symlink(target)));
+        }
+        for (index, links) in [(0, 7), (1, 3), (2, 1), (3, 0)] {
+            nodes.set_links(index, links);
+        }
+        nodes.set_first(0, 77);
+        assert_eq!(nodes.whole.len(), 0);
+        let all = |nodes: &Nodes| {
+            for (index, links, first) in [(0, 7, 77), (1, 3, NIL), (2, 1, NIL), (3, 0, NIL)] {
+                let node = nodes.get(index);
+                assert_eq!((nodes.links(index), node.nlink()), (links, links));
+                assert_eq!((nodes.first(index), node.first), (first, first));
+            }
+            assert_eq!(nodes.get(2).kind, NodeKind::Symlink(b"first".to_vec()));
+            assert_eq!(nodes.get(3).kind, NodeKind::Symlink(vec![b'x'; 4095]));
+        };
+        all(&nodes);
+        // The same when they are kept whole.
+        for index in 0..4 {
+            nodes.get_mut(index).metadata.uid = 9;
+        }
+        assert_eq!(nodes.whole.len(), 4);
+        all(&nodes);
+        nodes.set_links(1, 2);
+        nodes.set_first(0, 5);
+        assert_eq!((nodes.links(1), nodes.first(0)), (2, 5));
+        nodes.empty(2);
+        assert_eq!(nodes.get(2).kind, NodeKind::Fifo);
+    }
+
+    #[test]
+    fn attributes_that_many_share_are_there_once() {
+        let mut nodes = Nodes::new(Node::new(Metadata::default(), NodeKind::Directory));
+        let with = |value: Vec<u8>| {
+            let mut node = file(1, run(5, 1));
+            node.metadata.xattrs.insert(b"user.a".to_vec(), value);
+            node
+        };
+        let number = |i: usize| i.to_le_bytes().to_vec();
+        for _ in 0..100 {
+            nodes.push(with(b"same".to_vec()));
+        }
+        nodes.push(with(vec![1; MAX_XATTRS]));
+        assert_eq!((nodes.owners.len(), nodes.whole.len()), (2, 1));
+        // Each with its own: there is room for others all the same.
+        for i in 0..MAX_WITH_XATTRS + 5 {
+            nodes.push(with(number(i)));
+        }
+        assert_eq!(nodes.whole.len(), 7);
+        nodes.push(file(77, run(5, 1)));
+        assert_eq!(nodes.whole.len(), 7);
+        let value = |nodes: &Nodes, index: usize| {
+            let xattrs = nodes.xattrs(index);
+            assert_eq!(xattrs, &nodes.get(index).metadata.xattrs);
+            xattrs[&b"user.a"[..]].clone()
+        };
+        assert_eq!(value(&nodes, 100), b"same");
+        assert_eq!(value(&nodes, 101), vec![1; MAX_XATTRS]);
+        for i in 0..MAX_WITH_XATTRS + 5 {
+            assert_eq!(value(&nodes, 102 + i), number(i));
+        }
     }
 
     #[test]

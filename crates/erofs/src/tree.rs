@@ -370,8 +370,8 @@ impl Tree {
         self.nodes.push(Node::new(metadata, kind));
         self.live += 1;
         if is_dir {
-            let up = &mut self.nodes.get_mut(parent.index()).links;
-            *up = up.saturating_add(1);
+            let up = self.nodes.links(parent.index()).saturating_add(1);
+            self.nodes.set_links(parent.index(), up);
         }
         Ok(id)
     }
@@ -382,23 +382,23 @@ impl Tree {
     /// As [`Tree::insert`]; [`Error::DirectoryLink`] for a directory;
     /// [`Error::NotFound`] if the target has been removed.
     pub fn link(&mut self, parent: NodeId, name: &[u8], target: NodeId) -> Result<()> {
-        let node = self.node(target);
-        if node.kind.is_dir() {
+        if self.is_dir(target) {
             return Err(Error::DirectoryLink {
                 name: name.to_vec(),
             });
         }
-        if node.links == 0 {
+        let links = self.nodes.links(target.index());
+        if links == 0 {
             return Err(Error::NotFound {
                 name: name.to_vec(),
             });
         }
-        let links = node.links.checked_add(1).ok_or(Error::TooLarge {
+        let links = links.checked_add(1).ok_or(Error::TooLarge {
             what: "links of one inode",
             limit: u64::from(u32::MAX),
         })?;
         self.add_entry(parent, name, target)?;
-        self.nodes.get_mut(target.index()).links = links;
+        self.nodes.set_links(target.index(), links);
         Ok(())
     }
 
@@ -420,8 +420,8 @@ impl Tree {
                     doomed.push(child);
                     child = self.entries[child as usize].next;
                 }
-                let up = &mut self.nodes.get_mut(entry.parent as usize).links;
-                *up = up.saturating_sub(1);
+                let up = self.nodes.links(entry.parent as usize).saturating_sub(1);
+                self.nodes.set_links(entry.parent as usize, up);
             }
             self.drop_entry(index);
             self.drop_link(node);
@@ -571,7 +571,7 @@ impl Tree {
                 name: name.to_vec(),
             });
         }
-        if parent != NodeId::ROOT && self.node(parent).links == 0 {
+        if parent != NodeId::ROOT && self.nodes.links(parent.index()) == 0 {
             return Err(Error::NotFound {
                 name: name.to_vec(),
             });
@@ -614,7 +614,7 @@ impl Tree {
         if head != NIL {
             self.entries[head as usize].prev = index;
         }
-        self.nodes.get_mut(parent.index()).first = index;
+        self.nodes.set_first(parent.index(), index);
         self.ascending &= last;
         if !self.resting {
             self.put_in_table(index);
@@ -639,7 +639,7 @@ impl Tree {
             found.remove();
         }
         match entry.prev {
-            NIL => self.nodes.get_mut(entry.parent as usize).first = entry.next,
+            NIL => self.nodes.set_first(entry.parent as usize, entry.next),
             prev => self.entries[prev as usize].next = entry.next,
         }
         if entry.next != NIL {
@@ -649,17 +649,13 @@ impl Tree {
     }
 
     fn drop_link(&mut self, id: NodeId) {
-        let node = self.nodes.get_mut(id.index());
-        node.links = if node.kind.is_dir() {
-            0
-        } else {
-            node.links.saturating_sub(1)
+        let links = match self.is_dir(id) {
+            true => 0,
+            false => self.nodes.links(id.index()).saturating_sub(1),
         };
-        if node.links == 0 {
-            node.metadata.xattrs = BTreeMap::new();
-            if !node.kind.is_dir() {
-                node.kind = NodeKind::Fifo; // frees what the content held
-            }
+        self.nodes.set_links(id.index(), links);
+        if links == 0 {
+            self.nodes.empty(id.index());
             self.live -= 1;
         }
     }

@@ -3,12 +3,13 @@
 //! What is published is read back: its metadata must have nothing that the checker complains of.
 
 use std::io::Write as _;
+use std::path::Path;
 use std::sync::Arc;
 
 use layerpack_fixtures::ScratchDir;
 use layerpack_fixtures::tar::TarWriter;
 use layerpack_packer::{BuildOptions, Limits, MergeOptions, Silent, Source, build};
-use layerpack_store::{LayerStore, MemStore, Reference};
+use layerpack_store::{Digest, LayerStore, MemStore, Reference};
 
 /// Small enough that no input takes long.
 fn limits() -> Limits {
@@ -26,29 +27,32 @@ fn store() -> LayerStore {
     LayerStore::new(Arc::new(MemStore::new()))
 }
 
-/// Packs an archive under a reference; whether it could be.
-fn layer_of(store: &LayerStore, reference: &Reference, bytes: &[u8], git: bool) -> bool {
+/// Packs an archive under a reference; its digest, if it could be.
+fn layer_of(store: &LayerStore, reference: &Reference, bytes: &[u8], git: bool) -> Option<Digest> {
+    packed(store, reference, bytes, |_, options| {
+        options.git_index = git
+    })
+}
+
+fn packed(
+    store: &LayerStore,
+    reference: &Reference,
+    bytes: &[u8],
+    change: impl FnOnce(&Path, &mut BuildOptions),
+) -> Option<Digest> {
     // Gone on return, so that a fuzzer that is stopped leaves one at most.
-    let Ok(scratch) = ScratchDir::new("fuzz") else {
-        return false;
-    };
-    let Ok(path) = scratch.write("input", bytes) else {
-        return false;
-    };
+    let scratch = ScratchDir::new("fuzz").ok()?;
+    let path = scratch.write("input", bytes).ok()?;
     let mut options = BuildOptions::new(reference.clone(), Source::Tar(path));
     options.limits = limits();
     options.jobs = 1;
-    options.git_index = git;
-    match build(store, &options, &Silent) {
-        Ok(report) => {
-            sound(store, &report.published.digest);
-            true
-        }
-        Err(_) => false,
-    }
+    change(scratch.path(), &mut options);
+    let report = build(store, &options, &Silent).ok()?;
+    sound(store, &report.published.digest);
+    Some(report.published.digest)
 }
 
-fn sound(store: &LayerStore, digest: &layerpack_store::Digest) {
+fn sound(store: &LayerStore, digest: &Digest) {
     let meta = store
         .manifest(digest)
         .and_then(|manifest| store.meta(&manifest));
@@ -70,9 +74,21 @@ pub(crate) fn base(bytes: &[u8]) {
     layer_of(&store(), &reference("base/f:1"), bytes, false);
 }
 
-/// As a layer on others, where whiteouts mean something.
+/// As a layer on others, where whiteouts mean something. It is the same if entries are set aside, and
+/// patterns that leave out some must not make it unsound.
 pub(crate) fn layer(bytes: &[u8]) {
-    layer_of(&store(), &reference("toolkit/f:1"), bytes, false);
+    let name = reference("toolkit/f:1");
+    let whole = layer_of(&store(), &name, bytes, false);
+    let aside = packed(&store(), &name, bytes, |scratch, options| {
+        options.cache = Some(scratch.join("cache"));
+        options.aside_after = 2;
+    });
+    assert_eq!(whole, aside, "another layer");
+    let some = |options: &mut BuildOptions| {
+        options.includes = vec!["[!a-f]*".to_owned()];
+        options.excludes = vec!["*[1-3]".to_owned()];
+    };
+    packed(&store(), &name, bytes, |_, options| some(options));
 }
 
 /// Compressed in whatever way the bytes say.
@@ -115,7 +131,9 @@ pub(crate) fn merge(bytes: &[u8]) {
     let store = store();
     let parts = [reference("base/f:1"), reference("toolkit/f:1")];
     let [below, above] = &parts;
-    if layer_of(&store, below, lower, false) && layer_of(&store, above, upper, false) {
+    if layer_of(&store, below, lower, false).is_some()
+        && layer_of(&store, above, upper, false).is_some()
+    {
         let options = MergeOptions::new(reference("base/m:1"), parts.to_vec());
         match merged(&store, &options) {
             Ok(digest) => sound(&store, &digest),

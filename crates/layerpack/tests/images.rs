@@ -67,6 +67,29 @@ fn a_stack_goes_out_as_an_image_and_comes_back() {
         .map(|line| line.split(' ').next().unwrap())
         .collect();
     assert_eq!(names, ["base/each:1", "diff/each:1"]);
+    // As JSON they are listed as the parts of a split are.
+    let line = build_line("base/each:1", &target, &["--per-layer"]);
+    let each = node.ok(["-o", "json"].into_iter().chain(line));
+    let each: serde_json::Value = serde_json::from_str(&each).unwrap();
+    let listed = |at: usize| &each["layers"][at]["reference"];
+    assert_eq!(
+        (listed(0), listed(1)),
+        (&"base/each:1".into(), &"diff/each:1".into())
+    );
+    let wrong = build_line("workspace/sub:1", &target, &["--at", "../x"]);
+    assert!(node.fails(2, wrong).contains("../x"));
+    // Below a path it shows the same there.
+    node.ok(build_line("workspace/sub:1", &target, &["--at", "/sub"]));
+    let below = node.ok(["find", "workspace/sub:1", "sub/**"]);
+    let whole = node.ok(["find", "base/a:merged"]);
+    let names = |text: &str, prefix: &str| -> Vec<String> {
+        let strip = |line: &str| line.strip_prefix(prefix).map(str::to_owned);
+        text.lines()
+            .filter_map(strip)
+            .filter(|name| !name.is_empty())
+            .collect()
+    };
+    assert_eq!(names(&below, "/sub/"), names(&whole, "/"));
     // On standard output the archive alone.
     let output = node.run(["export", "base/each:1", "diff/each:1", "--to", "tar:-"]);
     assert!(output.status.success());
@@ -98,7 +121,8 @@ fn failures_are_one_line_and_publish_nothing() {
     let build = |from: &str, extra: &[&str]| node.refuses(build_line("base/m:1", from, extra));
     assert!(build("oci:/no/such/layout", &[]).contains("/no/such/layout"));
     assert!(build("docker-archive:/no/such.tar", &[]).contains("/no/such.tar"));
-    assert!(build("oci:/tmp", &["--at", "x"]).contains("--at"));
+    let wrong = build_line("base/m:1", "oci:/tmp", &["--parent", "base/a:1"]);
+    assert!(node.fails(2, wrong).contains("--parent"));
     assert!(build("dir:/tmp", &["--per-layer"]).contains("--per-layer"));
     assert!(
         node.refuses(["export", "base/a:1", "--to", "zip:x"])

@@ -105,6 +105,14 @@ fn a_difference_is_a_diff_that_brings_its_stack() {
     let line = node.ok(&with);
     assert!(line.starts_with("diff/x:1 "), "{line}");
     let counts = &node.json(["inspect", "diff/x:1"])[0]["manifest"]["counts"];
+    // A whiteout is one of the others, whoever counts.
+    let built = node.ok(["-o", "json"].iter().chain(&with));
+    let built: serde_json::Value = serde_json::from_str(&built).unwrap();
+    let built = &built["counts"];
+    assert_eq!(
+        (&built["others"], &built["whiteouts"]),
+        (&counts["others"], &1.into())
+    );
     assert_eq!(
         (&counts["files"], &counts["others"]),
         (&1.into(), &1.into())

@@ -84,6 +84,32 @@ pub(crate) fn from_text(text: &[u8]) -> Result<Option<Vec<u8>>, String> {
     Ok(Some(bytes))
 }
 
+/// The text that [`from_text`] makes these bytes of, as GNU tar writes it: entries with commas
+/// between them, ids as numbers. `None`: they are no ACL.
+pub(crate) fn to_text(value: &[u8]) -> Option<String> {
+    let (_, entries) = value.split_first_chunk::<4>()?;
+    if !is_valid(value) || entries.is_empty() {
+        return None;
+    }
+    let mut parts = Vec::new();
+    for &[t0, t1, p0, p1, i0, i1, i2, i3] in entries.as_chunks::<8>().0 {
+        let id = u32::from_le_bytes([i0, i1, i2, i3]);
+        let (tag, qualifier) = match u16::from_le_bytes([t0, t1]) {
+            USER_OBJ => ("user", String::new()),
+            USER => ("user", id.to_string()),
+            GROUP_OBJ => ("group", String::new()),
+            GROUP => ("group", id.to_string()),
+            MASK => ("mask", String::new()),
+            _ => ("other", String::new()),
+        };
+        let bits = u16::from_le_bytes([p0, p1]);
+        let letter = |bit, letter| if bits & bit != 0 { letter } else { '-' };
+        let (r, w, x) = (letter(4, 'r'), letter(2, 'w'), letter(1, 'x'));
+        parts.push(format!("{tag}:{qualifier}:{r}{w}{x}"));
+    }
+    Some(parts.join(","))
+}
+
 fn permission_bits(text: &[u8]) -> Option<u16> {
     text.iter().try_fold(0, |bits, &byte| {
         Some(
@@ -185,6 +211,17 @@ mod tests {
             expected.extend_from_slice(&id.to_le_bytes());
         }
         assert_eq!(acl, expected);
+        assert_eq!(
+            to_text(&acl).as_deref(),
+            Some("user::rw-,user:1000:r--,group::r--,mask::r--,other::---")
+        );
+        let all =
+            "user::rwx,user:0:--x,user:4294967294:-w-,group::r-x,group:7:rwx,mask::rwx,other::r--";
+        let bytes = from_text(all.as_bytes()).unwrap().unwrap();
+        assert_eq!(to_text(&bytes).as_deref(), Some(all));
+        for bad in [&b""[..], &[2, 0, 0, 0], &expected[..11], &[7; 28]] {
+            assert_eq!(to_text(bad), None);
+        }
         let star =
             from_text(b"other::---\nuser::rw-\nuser:joe:r--:1000\ngroup::r--\nmask::r-- # all\n")
                 .unwrap()

@@ -14,12 +14,12 @@ use crate::git::{Git, Known};
 use crate::layout;
 use crate::merge;
 use crate::model::Layer;
-use crate::options::{BuildOptions, BuildReport, Progress, Source};
+use crate::options::{BuildOptions, BuildReport, Limits, Progress, Source};
 use crate::park;
 use crate::path::{components, escapes};
 use crate::split::{self, Said, Split, SplitReport};
 use crate::tar::{self, Reader};
-use crate::tar_source::TarSource;
+use crate::tar_source::{Links, State, TarSource};
 use crate::warnings::Warnings;
 
 /// Packs `options.source` and publishes it as `options.reference`.
@@ -128,7 +128,7 @@ fn fill(
     if !options.difference && !options.git_index && !split {
         layer.spool_contents(options.cache.as_deref());
     }
-    let start = start_directory(&mut layer, options)?;
+    let start = start_directory(&mut layer, options.at.as_deref(), &options.limits)?;
     let read = read(
         store,
         options,
@@ -271,29 +271,35 @@ fn read(
         }
         Source::Tar(path) => {
             progress.phase("read");
-            let writer = &mut writer;
-            let input = tar::open(path, options.limits.max_ratio)?;
+            let max_ratio = options.limits.max_ratio;
+            let input = tar::open(path, max_ratio)?;
             let limits = options.limits;
             let mut source = TarSource {
                 layer,
-                writer,
+                writer: &mut writer,
                 filter,
                 limits,
                 start,
                 defines_root,
                 progress,
                 git,
-                kept_back: Vec::new(),
-                kept_bytes: 0,
-                apparent: 0,
                 lazy: input.lazy,
+                twice: tar::can_be_read_twice(path),
+                links: &mut Links::default(),
+                state: State::new(options.cache.as_deref(), options.aside_after),
             };
             let (input, ending) = input.split();
             let name = path.display().to_string();
             let entries = tar::ahead(input, |input| {
                 source.read(&mut Reader::new(input, name.clone(), limits))
             })?;
-            source.close(&ending)?;
+            if source.wants_again() {
+                let (input, _) = tar::open(path, max_ratio)?.split();
+                tar::ahead(input, |input| {
+                    source.read_again(&mut Reader::new(input, name.clone(), limits))
+                })?;
+            }
+            source.finish(&ending, true)?;
             if entries == 0 && !options.allow_empty {
                 return Err(PackError::EmptyArchive { archive: name });
             }
@@ -314,8 +320,12 @@ fn cache_place(options: &BuildOptions, path: &Path) -> Option<Place> {
 }
 
 /// The directory that the source's root becomes; those on the way to it are implicit.
-fn start_directory(layer: &mut Layer, options: &BuildOptions) -> Result<NodeId> {
-    let Some(at) = &options.at else {
+pub(crate) fn start_directory(
+    layer: &mut Layer,
+    at: Option<&[u8]>,
+    limits: &Limits,
+) -> Result<NodeId> {
+    let Some(at) = at else {
         return Ok(NodeId::ROOT);
     };
     if escapes(at) || at.contains(&0) {
@@ -324,6 +334,6 @@ fn start_directory(layer: &mut Layer, options: &BuildOptions) -> Result<NodeId> 
             why: "it must be a path below the root, without leading out of it".to_owned(),
         });
     }
-    options.limits.check_path(at)?;
+    limits.check_path(at)?;
     layer.implicit_directories(&components(at))
 }

@@ -18,7 +18,7 @@ use layerpack_store::{
 
 use crate::content::Content;
 use crate::error::{PackError, Result};
-use crate::model::{Contents, Held, Layer};
+use crate::model::{Contents, Held, Layer, Repeats};
 use crate::options::EntryCounts;
 
 /// Version of everything that decides a layer's bytes besides the formats: what is a hole, the
@@ -39,11 +39,12 @@ pub(crate) struct Finished {
 
 /// Gives all contents their addresses.
 fn place_files(layer: &mut Layer) -> Result<(Addresses, EntryCounts)> {
+    let repeats = layer.contents().repeats()?;
     let mut addresses = Addresses {
         next: 0,
         map: MapWriter::new(layer.contents().scratch()),
-        repeats: layer.contents().repeats()?,
-        placed: HashMap::new(),
+        placed: vec![None; repeats.len()],
+        repeats,
         known: HashMap::new(),
     };
     let (files, counts) = survey(layer);
@@ -129,7 +130,7 @@ pub(crate) fn finish(mut layer: Layer, reference: Reference, level: i32) -> Resu
         files: counts.files,
         directories: counts.directories,
         symlinks: counts.symlinks,
-        others: counts.others + counts.whiteouts,
+        others: counts.others,
         bytes: counts.bytes,
     };
     draft.parameters = BTreeMap::from([
@@ -214,7 +215,10 @@ fn survey(layer: &Layer) -> (Vec<NodeId>, EntryCounts) {
                     }
                 }
                 NodeKind::Symlink(_) => counts.symlinks += 1,
-                NodeKind::CharDevice(_) if layer.is_whiteout(id) => counts.whiteouts += 1,
+                NodeKind::CharDevice(_) if layer.is_whiteout(id) => {
+                    counts.others += 1;
+                    counts.whiteouts += 1;
+                }
                 NodeKind::CharDevice(_)
                 | NodeKind::BlockDevice(_)
                 | NodeKind::Fifo
@@ -234,11 +238,10 @@ struct Addresses {
     next: u64,
     /// The extents so far.
     map: MapWriter,
-    /// Numbers of the contents of one chunk that are there several times, each with one for all of
-    /// them: see [`Contents::repeats`].
-    repeats: HashMap<u32, u32>,
-    /// Where those are, by that number.
-    placed: HashMap<u32, BlockIndex>,
+    /// The contents of one chunk that are there several times.
+    repeats: Repeats,
+    /// Where those are, by [`Repeats::class`].
+    placed: Vec<Option<BlockIndex>>,
     /// The layouts of all contents that are not one chunk, by [`Content::identity`].
     known: HashMap<Digest, FileLayout>,
 }
@@ -295,17 +298,18 @@ impl Addresses {
     }
 
     fn place_whole(&mut self, contents: &Contents, number: u32) -> Result<Option<FileLayout>> {
-        let shared = self.repeats.get(&number).copied();
-        if let Some(start) = shared.and_then(|shared| self.placed.get(&shared)) {
-            return Ok(Some(FileLayout::Contiguous { start: *start }));
+        let class = self.repeats.class(number);
+        let there = class.and_then(|class| self.placed.get(class).copied().flatten());
+        if let Some(start) = there {
+            return Ok(Some(FileLayout::Contiguous { start }));
         }
         let Some((digest, len)) = contents.whole(number) else {
             return Ok(None); // the number is of these contents
         };
         let start = BlockIndex::new(self.next).ok_or_else(full)?;
         self.add(start.byte_offset(), len, digest)?;
-        if let Some(shared) = shared {
-            self.placed.insert(shared, start);
+        if let Some(place) = class.and_then(|class| self.placed.get_mut(class)) {
+            *place = Some(start);
         }
         let blocks = u64::from(len).div_ceil(BLOCK_SIZE);
         BlockIndex::new(self.next + blocks - 1).ok_or_else(full)?;
@@ -315,8 +319,8 @@ impl Addresses {
 
     /// Forgets what only finds equal contents.
     fn forget(&mut self) {
-        self.repeats = HashMap::new();
-        self.placed = HashMap::new();
+        self.repeats = Repeats::default();
+        self.placed = Vec::new();
         self.known = HashMap::new();
     }
 }

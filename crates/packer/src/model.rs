@@ -12,10 +12,11 @@ use layerpack_erofs::{Metadata, NodeId, NodeKind, Rdev, Timestamp, Tree};
 
 use crate::content::Content;
 use crate::error::{PackError, Result};
-use crate::path::{Component, components, join};
+use crate::path::{Step, components, join, walk};
 use crate::warnings::Warnings;
 
-pub(crate) use contents::{Contents, Held};
+pub(crate) use below::Targets;
+pub(crate) use contents::{Contents, Held, Repeats};
 
 mod below;
 mod contents;
@@ -25,8 +26,6 @@ mod prune;
 
 /// What marks an opaque directory in a layer.
 pub(crate) const OPAQUE: &[u8] = b"trusted.overlay.opaque";
-/// Symbolic links followed on the way to one entry before giving up.
-const MAX_FOLLOWED: usize = 255;
 
 /// See the module's documentation.
 pub(crate) struct Layer {
@@ -139,29 +138,8 @@ impl Layer {
         path: &[u8],
         fills: bool,
     ) -> Result<NodeId> {
-        let mut stack = vec![start];
-        // What is still to be walked, the next component last.
-        let mut todo: Vec<Component> = names
-            .iter()
-            .rev()
-            .map(|name| Component::Name(name.to_vec()))
-            .collect();
-        let mut followed = 0;
-        while let Some(component) = todo.pop() {
-            let name = match component {
-                Component::Up => {
-                    if stack.len() > 1 {
-                        stack.pop();
-                    }
-                    continue;
-                }
-                Component::Root => {
-                    stack.truncate(1);
-                    continue;
-                }
-                Component::Name(name) => name,
-            };
-            let here = stack.last().copied().unwrap_or(start);
+        let way = walk(names, |way: &[NodeId], name, may_follow| {
+            let here = way.last().copied().unwrap_or(start);
             let own = self.tree.child(here, &name);
             // Through a symbolic link of the layers below as through one of its own.
             let kind = match own {
@@ -185,25 +163,20 @@ impl Layer {
                         self.incidental.remove(&child);
                     }
                     self.descend(here, &name, child);
-                    stack.push(child);
+                    Ok(Step::Into(child))
                 }
-                Some(NodeKind::Symlink(target)) => {
-                    followed += 1;
-                    if followed > MAX_FOLLOWED {
-                        return Err(PackError::unsupported(
-                            path,
-                            "its path leads through a loop of symbolic links",
-                        ));
-                    }
-                    todo.extend(Component::parse(&target).into_iter().rev());
-                }
+                Some(NodeKind::Symlink(target)) if may_follow => Ok(Step::Along(target)),
+                Some(NodeKind::Symlink(_)) => Err(PackError::unsupported(
+                    path,
+                    "its path leads through a loop of symbolic links",
+                )),
                 _ => {
                     let why = format!("{} on its way is not a directory", crate::show(&name));
-                    return Err(PackError::unsupported(path, why));
+                    Err(PackError::unsupported(path, why))
                 }
             }
-        }
-        Ok(stack.last().copied().unwrap_or(start))
+        })?;
+        Ok(way.last().copied().unwrap_or(start))
     }
 
     fn insert_implicit(&mut self, parent: NodeId, name: &[u8]) -> Result<NodeId> {
@@ -311,6 +284,16 @@ impl Layer {
     /// Gives a file its content.
     pub(crate) fn set_content(&mut self, id: NodeId, content: Content) -> Result<()> {
         self.contents.set(id, content)
+    }
+
+    /// Keeps a content whose file is not in the tree yet; a number for [`Layer::give_content`].
+    pub(crate) fn keep_content(&mut self, content: Content) -> Result<u32> {
+        self.contents.keep(content)
+    }
+
+    /// Gives a file a content that was kept.
+    pub(crate) fn give_content(&mut self, id: NodeId, kept: u32) {
+        self.contents.give(id, kept);
     }
 
     /// The contents of all files.

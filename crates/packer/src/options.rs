@@ -139,7 +139,15 @@ pub struct BuildOptions {
     pub cache: Option<PathBuf>,
     /// Use nothing of what [`BuildOptions::cache`] remembers: read all, and remember that instead.
     pub fresh: bool,
+    /// After how many entries those of an archive are set aside in a temporary file, in
+    /// [`BuildOptions::cache`], until its contents are stored: what takes the least memory is a matter
+    /// of size alone, the layer is the same. Without a cache, and where patterns choose among the
+    /// entries, none are.
+    pub aside_after: u64,
 }
+
+/// See [`BuildOptions::aside_after`]: from about so many on the tree takes more memory than the rest.
+pub(crate) const ASIDE_AFTER: u64 = 100_000;
 
 /// Extended attributes that layers keep unless told otherwise. `security.selinux`, `trusted.*`
 /// and the like are the build machine's own and stay there.
@@ -178,6 +186,7 @@ impl BuildOptions {
             limits: Limits::default(),
             cache: None,
             fresh: false,
+            aside_after: ASIDE_AFTER,
         }
     }
 }
@@ -337,9 +346,9 @@ pub struct EntryCounts {
     pub directories: u64,
     /// Symbolic links.
     pub symlinks: u64,
-    /// Devices, fifos and sockets.
+    /// Devices, fifos, sockets and whiteouts, as in the manifest.
     pub others: u64,
-    /// Whiteouts.
+    /// Whiteouts, which are among the others.
     pub whiteouts: u64,
     /// Opaque directories.
     pub opaque: u64,

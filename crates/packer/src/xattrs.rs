@@ -23,12 +23,17 @@ impl Allowed {
         let (mut names, mut prefixes) = (Vec::new(), Vec::new());
         for item in list {
             let text = item.as_bytes();
+            let invalid = |why: String| {
+                Err(PackError::InvalidOption {
+                    option: "xattrs".to_owned(),
+                    why,
+                })
+            };
             match text.strip_suffix(b"*") {
-                _ if text.is_empty() => {
-                    return Err(PackError::InvalidOption {
-                        option: "xattrs".to_owned(),
-                        why: "a name is empty".to_owned(),
-                    });
+                _ if text.is_empty() => return invalid("a name is empty".to_owned()),
+                start if start.unwrap_or(text).contains(&b'*') => {
+                    let why = "`*` stands for what follows, and only at the end of a name";
+                    return invalid(format!("{item:?}: {why}"));
                 }
                 Some(prefix) => prefixes.push(prefix.to_vec()),
                 None => names.push(text.to_vec()),

@@ -63,4 +63,5 @@ pub use manifest::{
 pub use parallel::at_once;
 pub use reference::{Kind, LayerName, Reference, Version};
 pub use signature::{PublicKey, SignatureEntry, SigningKey};
+pub use spill::Spill;
 pub use spool::Spool;

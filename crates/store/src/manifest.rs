@@ -82,7 +82,7 @@ pub struct Counts {
     pub directories: u64,
     /// Symbolic links.
     pub symlinks: u64,
-    /// Devices, fifos, sockets.
+    /// Devices, fifos, sockets, whiteouts.
     pub others: u64,
     /// Sum of the files' sizes in bytes.
     pub bytes: u64,

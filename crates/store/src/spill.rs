@@ -17,7 +17,9 @@ const PIECE: usize = 128 << 10;
 
 /// See the module's documentation.
 #[derive(Debug, Default)]
-pub(crate) struct Spill {
+pub struct Spill {
+    /// What the bytes are, for messages.
+    what: &'static str,
     /// Where the file is to be; `None`: there is to be none (any more).
     directory: Option<PathBuf>,
     file: Option<File>,
@@ -38,16 +40,19 @@ impl From<Vec<u8>> for Spill {
 }
 
 impl Spill {
-    /// Nothing so far. A file is to be in the directory `scratch`; `None`: all stays in memory.
-    pub(crate) fn new(scratch: Option<&Path>) -> Self {
+    /// Nothing so far of `what`, which is for messages. A file is to be in the directory `scratch`;
+    /// `None`: all stays in memory.
+    #[must_use]
+    pub fn new(what: &'static str, scratch: Option<&Path>) -> Self {
         Self {
+            what,
             directory: scratch.map(Path::to_owned),
             ..Self::default()
         }
     }
 
     /// Appends bytes.
-    pub(crate) fn write(&mut self, bytes: &[u8]) {
+    pub fn write(&mut self, bytes: &[u8]) {
         self.tail.extend_from_slice(bytes);
         let Some(directory) = self
             .directory
@@ -80,11 +85,11 @@ impl Spill {
     /// # Errors
     /// Those of `out`; [`StoreError::Io`] if the file cannot be read or has other bytes than were
     /// written.
-    pub(crate) fn emit(&self, out: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    pub fn emit(&self, out: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let fail = |source| StoreError::Io {
             operation: "keep",
             store: self.place(),
-            key: "a metadata image".to_owned(),
+            key: self.what.to_owned(),
             source,
         };
         let mut piece = vec![0; PIECE];
@@ -117,7 +122,7 @@ mod tests {
     use super::*;
 
     fn full(directory: Option<&Path>) -> (Spill, Vec<u8>) {
-        let mut spill = Spill::new(directory);
+        let mut spill = Spill::new("a tree", directory);
         let mut all = Vec::new();
         for i in 0..300_u16 {
             let bytes = [i.to_le_bytes(); 5000].concat();

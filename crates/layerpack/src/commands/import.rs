@@ -1,9 +1,11 @@
 //! `layerpack build --from oci:… | docker-archive:… | registry:…`: container images as layers.
 
+use std::os::unix::ffi::OsStringExt;
 use std::process::ExitCode;
 
 use layerpack_packer::{ImportOptions, import};
 use layerpack_store::Reference;
+use serde::Serialize;
 
 use super::Outcome;
 use super::build::{annotations, labels, published, warn};
@@ -12,9 +14,15 @@ use crate::context::Context;
 use crate::failure::{of_options, usage};
 use crate::output::print;
 use crate::progress::Reporter;
-use crate::published::platform;
+use crate::published::{Published, platform};
 use crate::registries;
 use crate::signing::Signer;
+
+/// What `-o json` shows of several layers, as with a split.
+#[derive(Debug, Serialize)]
+struct Layers {
+    layers: Vec<Published>,
+}
 
 pub(super) fn run(context: &Context, reference: Reference, args: BuildArgs) -> Outcome {
     let signer = Signer::new(&args.sign)?;
@@ -30,8 +38,9 @@ pub(super) fn run(context: &Context, reference: Reference, args: BuildArgs) -> O
         layers.push(published(report));
     }
     if options.per_layer {
-        print(context.format, &layers, |out| {
-            layers
+        let shown = Layers { layers };
+        print(context.format, &shown, |out| {
+            (shown.layers)
                 .iter()
                 .try_for_each(|layer| writeln!(out, "{}", layer.line()))
         })?;
@@ -46,9 +55,9 @@ pub(super) fn options(
     reference: Reference,
     args: BuildArgs,
 ) -> anyhow::Result<ImportOptions> {
-    if args.at.is_some() || !args.parent.is_empty() || !args.diff_from.is_empty() {
+    if !args.parent.is_empty() || !args.diff_from.is_empty() {
         return Err(usage(
-            "--at, --parent and --diff-from do not go with an image, which has its own layers below",
+            "--parent and --diff-from do not go with an image, which has its own layers below",
         ));
     }
     let mut options = ImportOptions::new(reference, args.from.parse()?);
@@ -61,6 +70,7 @@ pub(super) fn options(
     options.source_date_epoch = args.source_date_epoch.and_then(|epoch| epoch.0);
     options.annotations = annotations(&args.annotation)?;
     options.owners = args.select.owners();
+    options.at = args.at.map(OsStringExt::into_vec);
     options.includes = args.select.include;
     options.excludes = args.select.exclude;
     options.limits = args.limits.limits();
@@ -68,5 +78,6 @@ pub(super) fn options(
     options.xattrs.extend(args.xattr);
     options.registry = registries::image_options(args.plain_http);
     options.downloads = context.cache_dir().map(|dir| dir.join("downloads"));
+    options.scratch = context.cache_dir().map(|cache| cache.join("build"));
     Ok(options)
 }

@@ -92,6 +92,15 @@ impl<W: Write> Archive<W> {
         if entry.xattrs {
             for (key, value) in &metadata.xattrs {
                 records.xattr(key, value);
+                // GNU tar and libarchive take ACLs from their text, if they are asked for them.
+                let acl = match key.as_slice() {
+                    b"system.posix_acl_access" => Some(&b"SCHILY.acl.access"[..]),
+                    b"system.posix_acl_default" => Some(&b"SCHILY.acl.default"[..]),
+                    _ => None,
+                };
+                if let Some((acl, text)) = acl.zip(crate::acl::to_text(value)) {
+                    records.add(acl, text.as_bytes());
+                }
             }
         }
         if !records.0.is_empty() {

@@ -13,18 +13,18 @@ use layerpack_store::{
 use super::hashing::{Hashing, Sha};
 use super::spec::Platform;
 use super::{Blob, Image, ImageSource, archive, oci, registry};
-use crate::build::Filled;
+use crate::build::{Filled, start_directory};
 use crate::error::{PackError, Result};
 use crate::filter::Filter;
 use crate::git::{Git, GitIndex, Known};
 use crate::layout;
 use crate::merge::overlay;
 use crate::model::Layer;
-use crate::options::{BuildReport, DEFAULT_XATTRS, EntryCounts, Limits, Progress};
+use crate::options::{ASIDE_AFTER, BuildReport, DEFAULT_XATTRS, EntryCounts, Limits, Progress};
 use crate::owner::Owners;
 use crate::split::{self, Said, Split, SplitReport};
 use crate::tar::{self, Reader};
-use crate::tar_source::TarSource;
+use crate::tar_source::{Links, State, TarSource};
 use crate::warnings::Warnings;
 
 /// Most layers of one image.
@@ -71,6 +71,9 @@ pub struct ImportOptions {
     pub includes: Vec<String>,
     /// Whose things are in the layers, as for a build.
     pub owners: Owners,
+    /// Path in the layers below which the image is put, as for a build; the image's configuration
+    /// does not go along then, since its paths are others.
+    pub at: Option<Vec<u8>>,
     /// Whether git's indexes are refreshed, as for a build. With `per_layer` an index gets what
     /// is shown of the files of its own layer.
     pub git_index: bool,
@@ -81,6 +84,11 @@ pub struct ImportOptions {
     /// Directory that keeps what has come of a registry's layers until the import has succeeded,
     /// so that the next run goes on where this one ended. None: nothing is kept.
     pub downloads: Option<PathBuf>,
+    /// Directory for temporary files with what has to be known of large layers. None: that stays in
+    /// memory.
+    pub scratch: Option<PathBuf>,
+    /// After how many entries of a layer the others are set aside there, as for a build.
+    pub aside_after: u64,
 }
 
 impl ImportOptions {
@@ -105,10 +113,13 @@ impl ImportOptions {
             excludes: Vec::new(),
             includes: Vec::new(),
             owners: Owners::default(),
+            at: None,
             git_index: false,
             limits: Limits::default(),
             registry: RegistryOptions::default(),
             downloads: None,
+            scratch: None,
+            aside_after: ASIDE_AFTER,
         }
     }
 }
@@ -138,7 +149,7 @@ pub fn import(
     let layers = if options.per_layer {
         work.one_by_one(&image, &diff_ids)?
     } else {
-        let filled = work.all_in_one(&image, &diff_ids)?;
+        let filled = work.all_in_one(&image, &diff_ids, false)?;
         let reference = options.reference.clone();
         work.git = filled.git;
         vec![work.publish(
@@ -176,7 +187,7 @@ pub fn import_split(
     }
     let (mut work, image, diff_ids) = Import::open(store, options, progress)?;
     progress.phase("read");
-    let filled = work.all_in_one(&image, &diff_ids)?;
+    let filled = work.all_in_one(&image, &diff_ids, true)?;
     let said = Said {
         platform: &work.platform,
         labels: &options.labels,
@@ -218,7 +229,8 @@ fn check(image: &Image) -> Result<Vec<Sha>> {
 fn annotations(image: &Image, options: &ImportOptions) -> BTreeMap<String, String> {
     let mut annotations = options.annotations.clone();
     let config = image.config.config.as_ref().map(ToString::to_string);
-    if let Some(config) = config.filter(|config| config.len() <= MAX_ANNOTATION) {
+    let config = config.filter(|config| config.len() <= MAX_ANNOTATION);
+    if let Some(config) = config.filter(|_| options.at.is_none()) {
         annotations.insert(CONFIG.to_owned(), config);
     }
     if let Some(digest) = &image.digest {
@@ -230,6 +242,15 @@ fn annotations(image: &Image, options: &ImportOptions) -> BTreeMap<String, Strin
 /// The configuration that containers of a layer's image are run with, if it came from one.
 pub(crate) fn config_annotation(manifest: &Manifest) -> Option<serde_json::Value> {
     serde_json::from_str(manifest.annotations.get(CONFIG)?).ok()
+}
+
+/// How a layer's contents are kept.
+#[derive(Debug, Clone, Copy)]
+struct End {
+    /// In a temporary file, if there are many: nobody asks for them before they are laid out.
+    spools: bool,
+    /// No others are stored after them.
+    closes: bool,
 }
 
 struct Import<'a> {
@@ -244,6 +265,8 @@ struct Import<'a> {
     clock: crate::cpu::Clock,
     /// What was seen of git's indexes, if they are to be refreshed.
     git: Option<Git>,
+    /// Symbolic links of its layers that are not wanted themselves.
+    links: Links,
 }
 
 impl<'a> Import<'a> {
@@ -299,18 +322,25 @@ impl<'a> Import<'a> {
             annotations: annotations(&image, options),
             clock,
             git: options.git_index.then(Git::default),
+            links: Links::default(),
         };
         Ok((work, image, diff_ids))
     }
 }
 
 impl Import<'_> {
-    fn all_in_one(&mut self, image: &Image, diff_ids: &[Sha]) -> Result<Filled> {
+    fn all_in_one(&mut self, image: &Image, diff_ids: &[Sha], split: bool) -> Result<Filled> {
         let mut writer = self.writer()?;
         let mut merged: Option<Layer> = None;
         let mut warnings = Warnings::default();
-        for (blob, diff_id) in image.layers.iter().zip(diff_ids) {
-            let read = self.layer(blob, diff_id, merged, &mut writer, &mut warnings);
+        let count = image.layers.len();
+        for (index, (blob, diff_id)) in image.layers.iter().zip(diff_ids).enumerate() {
+            let end = End {
+                // Else contents are asked for before they are laid out.
+                spools: count == 1 && !split && self.git.is_none(),
+                closes: index + 1 == count,
+            };
+            let read = self.layer(blob, diff_id, merged, end, &mut writer, &mut warnings);
             let (layer, below) = match read {
                 Ok(read) => read,
                 Err(error) => return Err(warnings.tell(error, self.progress)),
@@ -324,7 +354,10 @@ impl Import<'_> {
             });
         }
         let mut layer = merged.unwrap_or_else(|| Layer::new(true));
-        self.filter.warn_of_nothing(&mut layer, NodeId::ROOT);
+        let at = self.options.at.as_deref().unwrap_or_default();
+        if let Some(start) = layer.child_at(NodeId::ROOT, at) {
+            self.filter.warn_of_nothing(&mut layer, start);
+        }
         warnings.absorb(std::mem::take(&mut layer.warnings));
         overlay::bottom(&mut layer)?;
         Ok(Filled {
@@ -348,7 +381,11 @@ impl Import<'_> {
             };
             let earlier = writer.stats();
             let mut warnings = Warnings::default();
-            let read = self.layer(blob, diff_id, merged, &mut writer, &mut warnings);
+            let end = End {
+                spools: index == 0 && self.git.is_none(),
+                closes: true,
+            };
+            let read = self.layer(blob, diff_id, merged, end, &mut writer, &mut warnings);
             let (layer, below) = match read {
                 Ok(read) => read,
                 Err(error) => return Err(warnings.tell(error, self.progress)),
@@ -421,6 +458,7 @@ impl Import<'_> {
         Ok(self.store.writer(WriterOptions {
             level: self.options.level,
             jobs: self.options.jobs,
+            scratch: self.options.scratch.clone(),
             ..WriterOptions::default()
         })?)
     }
@@ -431,17 +469,24 @@ impl Import<'_> {
         blob: &Blob,
         diff_id: &Sha,
         below: Option<Layer>,
+        end: End,
         writer: &mut LayerWriter,
         warnings: &mut Warnings,
     ) -> Result<(Layer, Option<Layer>)> {
+        let options = self.options;
         let mut layer = match below {
             None => Layer::new(true),
             Some(below) => Layer::above(below),
         };
+        if end.spools {
+            layer.spool_contents(options.scratch.as_deref());
+        }
         let limits = Limits {
             max_bytes: self.left,
-            ..self.options.limits
+            ..options.limits
         };
+        let start = start_directory(&mut layer, options.at.as_deref(), &limits)?;
+        self.links.next_archive();
         let (stored, stored_seen) = Hashing::new(blob.open()?);
         let input = tar::decode(stored, &blob.name, limits.max_ratio)?;
         let lazy = input.lazy || blob.is_lazy();
@@ -452,21 +497,36 @@ impl Import<'_> {
             writer,
             filter: &self.filter,
             limits,
-            start: NodeId::ROOT,
+            start,
             // A workspace's root says nothing about where it is put.
-            defines_root: self.options.reference.kind == Kind::Base,
+            defines_root: options.reference.kind == Kind::Base,
             progress: self.progress,
             git: self.git.as_mut(),
-            kept_back: Vec::new(),
-            kept_bytes: 0,
-            apparent: 0,
             lazy,
+            twice: true,
+            links: &mut self.links,
+            state: State::new(options.scratch.as_deref(), options.aside_after),
         };
         let name = blob.name.display().to_string();
         let read = tar::ahead(Box::new(raw), |input| {
             source.read(&mut Reader::new(input, name.clone(), limits))
         });
-        let read = read.and_then(|_| source.close(&ending));
+        let read = read.and_then(|_| {
+            if source.wants_again() {
+                let (raw, _) = tar::decode(blob.open()?, &blob.name, limits.max_ratio)?.split();
+                let (raw, again) = Hashing::new(raw);
+                tar::ahead(Box::new(raw), |input| {
+                    source.read_again(&mut Reader::new(input, name.clone(), limits))
+                })?;
+                if again.so_far().0 != raw_seen.so_far().0 {
+                    return Err(PackError::BadImage {
+                        path: name.clone(),
+                        what: "it changed while it was read".to_owned(),
+                    });
+                }
+            }
+            source.finish(&ending, end.closes)
+        });
         let bad = |what: String| PackError::BadImage {
             path: name.clone(),
             what,

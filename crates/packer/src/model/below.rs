@@ -7,12 +7,13 @@
 //! What a whiteout or an opaque mark of the layer has hidden so far is not followed.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::convert::Infallible;
 
 use layerpack_erofs::{NodeId, NodeKind, Tree};
 
-use super::{Contents, Layer, MAX_FOLLOWED, OPAQUE, Place};
+use super::{Contents, Layer, OPAQUE, Place};
 use crate::error::{PackError, Result};
-use crate::path::{Component, components, join};
+use crate::path::{Step, components, join, walk};
 
 /// See the module's documentation.
 pub(crate) struct Below {
@@ -43,6 +44,9 @@ impl Way {
         }
     }
 }
+
+/// The targets of symbolic links, by where they lie.
+pub(crate) type Targets<'a> = dyn Fn(&[u8]) -> Option<Vec<u8>> + 'a;
 
 /// A name of this layer, and what the layers below have there.
 type Here = (Option<NodeId>, Option<NodeId>);
@@ -134,8 +138,14 @@ impl Layer {
     }
 
     /// Where an entry of this path comes to lie: its names from `start`, with the symbolic links on
-    /// the way followed, this layer's and those of the layers below. Changes nothing.
-    pub(crate) fn landing(&self, start: NodeId, path: &[u8]) -> Vec<u8> {
+    /// the way followed, this layer's and those of the layers below. `links` knows the targets of
+    /// others, by where they lie. Changes nothing.
+    pub(crate) fn landing(
+        &self,
+        start: NodeId,
+        path: &[u8],
+        links: Option<&Targets<'_>>,
+    ) -> Vec<u8> {
         let lower = self.below.as_deref();
         let mut names = components(path);
         let Some(last) = names.pop() else {
@@ -145,25 +155,12 @@ impl Layer {
             Some(start),
             lower.and_then(|below| below.of.get(&start).copied()),
         );
-        let mut way: Vec<(Vec<u8>, Here)> = Vec::new();
-        let mut todo: Vec<Component> = names
-            .iter()
-            .rev()
-            .map(|name| Component::Name(name.to_vec()))
-            .collect();
-        let mut followed = 0;
-        while let Some(component) = todo.pop() {
-            let name = match component {
-                Component::Up => {
-                    way.pop();
-                    continue;
-                }
-                Component::Root => {
-                    way.clear();
-                    continue;
-                }
-                Component::Name(name) => name,
-            };
+        let joined = |way: &[(Vec<u8>, Here)], last: &[u8]| {
+            let mut landed: Vec<&[u8]> = way.iter().map(|(name, _)| name.as_slice()).collect();
+            landed.push(last);
+            landed.join(&b'/')
+        };
+        let Ok(way) = walk(&names, |way: &[(Vec<u8>, Here)], name, may_follow| {
             let (own, beneath) = way.last().map_or(root, |(_, here)| *here);
             let hidden = own.is_some_and(|own| self.hides(own, &name));
             let under = lower.zip(beneath).and_then(|(below, id)| {
@@ -172,20 +169,26 @@ impl Layer {
             });
             let own = own.and_then(|own| self.tree.child(own, &name));
             let kind = own.map(|own| self.tree.node(own).kind.clone());
-            match kind.or_else(|| under.as_ref().map(|(_, kind)| kind.clone())) {
-                Some(NodeKind::Symlink(target)) if followed < MAX_FOLLOWED => {
-                    followed += 1;
-                    todo.extend(Component::parse(&target).into_iter().rev());
-                }
-                _ => {
+            let kind = kind.or_else(|| under.as_ref().map(|(_, kind)| kind.clone()));
+            let target = match kind {
+                Some(NodeKind::Symlink(target)) => Some(target),
+                _ => links.and_then(|links| links(&joined(way, &name))),
+            };
+            Ok::<_, Infallible>(match target.filter(|_| may_follow) {
+                Some(target) => Step::Along(target),
+                None => {
                     let beneath = under.filter(|(_, kind)| kind.is_dir()).map(|(id, _)| id);
-                    way.push((name, (own, beneath)));
+                    Step::Into((name, (own, beneath)))
                 }
-            }
-        }
-        let mut landed: Vec<&[u8]> = way.iter().map(|(name, _)| name.as_slice()).collect();
-        landed.push(last);
-        landed.join(&b'/')
+            })
+        });
+        joined(&way, last)
+    }
+
+    /// What the layer itself has at a path whose links were followed.
+    pub(crate) fn child_at(&self, start: NodeId, landed: &[u8]) -> Option<NodeId> {
+        let mut names = components(landed).into_iter();
+        names.try_fold(start, |at, name| self.tree.child(at, name))
     }
 
     /// Notes that the layer has a directory `child` under a name of `parent`.

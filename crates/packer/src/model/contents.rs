@@ -1,7 +1,6 @@
 //! What the files of a layer hold. Most files are one chunk and nothing else, which takes 8 bytes
 //! here and 32 in a temporary file, if there is to be one, so that a million of them are no burden.
 
-use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -42,6 +41,28 @@ pub(crate) enum Held<'a> {
     Whole(u32),
     /// Anything else.
     Other(&'a Content),
+}
+
+/// Contents of one chunk that are there more than once, by their numbers.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Repeats {
+    /// Each with the least of those that are equal to it, rising.
+    pairs: Vec<(u32, u32)>,
+}
+
+impl Repeats {
+    /// How many there are.
+    pub(crate) fn len(&self) -> usize {
+        self.pairs.len()
+    }
+
+    /// The same number, less than [`Repeats::len`], for all contents that are equal. `None`: there are
+    /// no others.
+    pub(crate) fn class(&self, number: u32) -> Option<usize> {
+        let at = |number: u32| self.pairs.binary_search_by_key(&number, |(own, _)| *own);
+        let (_, first) = self.pairs.get(at(number).ok()?)?;
+        at(*first).ok()
+    }
 }
 
 /// Digests are uniform: any of their bytes make a hash.
@@ -88,15 +109,14 @@ impl Contents {
         self.scratch.as_deref()
     }
 
-    /// The numbers of those contents of one chunk that are there more than once, each with the
-    /// least of those that are equal to it. Digests are looked through several times if there are
-    /// many, so that only some of them have to be found at a time.
-    pub(crate) fn repeats(&self) -> Result<HashMap<u32, u32>> {
+    /// Those contents of one chunk that are there more than once. Digests are looked through several
+    /// times if there are many, so that only some of them have to be found at a time.
+    pub(crate) fn repeats(&self) -> Result<Repeats> {
         self.repeats_among(TOGETHER)
     }
 
-    fn repeats_among(&self, together: usize) -> Result<HashMap<u32, u32>> {
-        let mut repeats = HashMap::new();
+    fn repeats_among(&self, together: usize) -> Result<Repeats> {
+        let mut pairs = Vec::new();
         let parts = self.lens.len().div_ceil(together).max(1);
         for part in 0..parts {
             let most = self.lens.len() / parts;
@@ -111,10 +131,7 @@ impl Contents {
                 let hash_of = |other: &u32| self.whole(*other).map(|(digest, _)| hash(&digest));
                 let same = |other: &u32| self.whole(*other).is_some_and(|(d, _)| d == digest);
                 match table.find(hash(&digest), same) {
-                    Some(first) => {
-                        repeats.insert(*first, *first);
-                        repeats.insert(number, *first);
-                    }
+                    Some(first) => pairs.push((number, *first)),
                     None => {
                         table.insert_unique(hash(&digest), number, |other| {
                             hash_of(other).unwrap_or_default()
@@ -124,7 +141,12 @@ impl Contents {
             }
         }
         self.check()?;
-        Ok(repeats)
+        let mut firsts: Vec<u32> = pairs.iter().map(|(_, first)| *first).collect();
+        firsts.sort_unstable();
+        firsts.dedup();
+        pairs.extend(firsts.into_iter().map(|first| (first, first)));
+        pairs.sort_unstable();
+        Ok(Repeats { pairs })
     }
 
     /// Where a file's content is kept.
@@ -187,9 +209,13 @@ impl Contents {
 
     /// Gives a file its content.
     pub(crate) fn set(&mut self, id: NodeId, content: Content) -> Result<()> {
-        if self.slots.len() <= id.index() {
-            self.slots.resize(id.index() + 1, 0);
-        }
+        let kept = self.keep(content)?;
+        self.give(id, kept);
+        Ok(())
+    }
+
+    /// Keeps a content for a file that is to be named later: a number for [`Contents::give`].
+    pub(crate) fn keep(&mut self, content: Content) -> Result<u32> {
         let number = |len: usize| {
             u32::try_from(len)
                 .ok()
@@ -201,7 +227,7 @@ impl Contents {
                     unit: "files",
                 })
         };
-        let slot = match &content.pieces {
+        Ok(match &content.pieces {
             Pieces::One(piece) if content.is_dense() => {
                 self.lens.push(piece.len);
                 self.digests.push(piece.digest.as_bytes());
@@ -211,11 +237,17 @@ impl Contents {
                 self.others.push(content);
                 number(self.others.len())? | OTHER
             }
-        };
-        if let Some(place) = self.slots.get_mut(id.index()) {
-            *place = slot;
+        })
+    }
+
+    /// Gives a file a content that was kept.
+    pub(crate) fn give(&mut self, id: NodeId, kept: u32) {
+        if self.slots.len() <= id.index() {
+            self.slots.resize(id.index() + 1, 0);
         }
-        Ok(())
+        if let Some(place) = self.slots.get_mut(id.index()) {
+            *place = kept;
+        }
     }
 }
 
@@ -273,7 +305,7 @@ mod tests {
     fn what_is_there_more_than_once_is_found() {
         let mut tree = Tree::new(Metadata::default());
         let mut contents = Contents::default();
-        assert!(contents.repeats().unwrap().is_empty());
+        assert_eq!(contents.repeats().unwrap().len(), 0);
         for i in 0..3000_u32 {
             let kind = NodeKind::File(FileData::empty());
             let name = i.to_string();
@@ -290,8 +322,9 @@ mod tests {
         }
         let whole = contents.repeats().unwrap();
         assert_eq!(whole.len(), 2000);
-        for (number, first) in &whole {
-            assert_eq!(*first, 1000 + number % 100);
+        for number in 0..3000 {
+            let first = (number >= 1000).then(|| number % 100);
+            assert_eq!(whole.class(number), first.map(|first| first as usize));
         }
         for together in [1, 13, 1000, 2999] {
             assert_eq!(contents.repeats_among(together).unwrap(), whole);
@@ -328,7 +361,7 @@ mod tests {
             assert_eq!(contents.size(*id), u64::from(i) + 1);
         }
         contents.check().unwrap();
-        assert!(contents.repeats_among(7000).unwrap().is_empty());
+        assert_eq!(contents.repeats_among(7000).unwrap().len(), 0);
         // What cannot be read is told, once.
         assert_eq!(contents.whole(49_999).unwrap().1, 50_000);
         *contents.failed.lock().unwrap() = Some(io::ErrorKind::StorageFull.into());

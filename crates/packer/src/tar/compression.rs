@@ -86,6 +86,11 @@ pub(crate) fn open(path: &Path, max_ratio: u64) -> Result<Input> {
     Ok(input)
 }
 
+/// Whether what is at `path` can be opened again from its beginning: not a pipe.
+pub(crate) fn can_be_read_twice(path: &Path) -> bool {
+    path != Path::new(STDIN) && fs_err::metadata(path).is_ok_and(|file| file.is_file())
+}
+
 /// The uncompressed bytes of `input`, which is called `path` in messages.
 pub(crate) fn decode(
     input: impl Read + Send + 'static,

@@ -15,7 +15,7 @@ use std::io::{self, Read};
 use layerpack_erofs::Timestamp;
 
 pub(crate) use ahead::ahead;
-pub(crate) use compression::{Ending, decode, is_landmark, is_lazy_file, open};
+pub(crate) use compression::{Ending, can_be_read_twice, decode, is_landmark, is_lazy_file, open};
 pub(crate) use pax::decimal;
 pub(crate) use sparse::Piece;
 

@@ -116,7 +116,7 @@ fn image(layers: Vec<TarWriter>) -> Packed {
     try_image(layers).unwrap_or_else(|error| panic!("{}", chain(&error)))
 }
 
-fn layer(fill: impl FnOnce(&mut TarWriter)) -> TarWriter {
+pub fn layer(fill: impl FnOnce(&mut TarWriter)) -> TarWriter {
     let mut tar = TarWriter::new();
     fill(&mut tar);
     tar

@@ -22,6 +22,7 @@ mod faults;
 mod git;
 mod hostile;
 mod image;
+mod image_place;
 mod limits_of_meaning;
 mod meaning;
 mod merge;

@@ -4,7 +4,7 @@ use std::process::Command;
 
 use layerpack_fixtures::rng::Rng;
 use layerpack_fixtures::treecmp::Options;
-use layerpack_fixtures::trees::{NastyOptions, nasty};
+use layerpack_fixtures::trees::{NastyOptions, TreeMaker, acl_xattr, nasty};
 use layerpack_fixtures::{ScratchDir, find_tool, skip};
 use layerpack_packer::{Compression, Source};
 
@@ -97,4 +97,48 @@ fn privileged_umoci_unpacks_what_the_overlay_shows() {
         .exclude("xattrs/empty-value")
         .exclude("times/15032385535.0");
     assert_same_trees(&mounted.merged, &rootfs, &compare);
+}
+
+/// GNU tar restores ACLs from their text alone once it is asked for ACLs.
+#[test]
+fn privileged_gnu_tar_restores_acls() {
+    if let Some(reason) = unable() {
+        skip!("{reason}");
+    }
+    let scratch = ScratchDir::new("acls").unwrap();
+    let source = scratch.mkdir("source").unwrap();
+    let mut tree = TreeMaker::new(&source);
+    let (access, default) = ("system.posix_acl_access", "system.posix_acl_default");
+    let acl = acl_xattr(6, &[(1000, 4)], 4, &[(1001, 6)], 0);
+    let set = (tree.dir("d", 0o755).unwrap().file("d/f", "1").unwrap())
+        .xattr("d/f", access, &acl)
+        .and_then(|tree| tree.xattr("d", default, &acl))
+        .is_ok();
+    if !set {
+        skip!("the filesystem of the scratch directory has no ACLs");
+    }
+    tree.finish().unwrap();
+    let store = memory_store();
+    try_pack(&store, &options("base/a:1", Source::Dir(source))).unwrap();
+    let archive = scratch.join("a.tar");
+    let target = format!("tar:{}", archive.display());
+    try_export(&store, &["base/a:1"], &target, |_| {}).unwrap();
+    for options in [&["--acls"][..], &["--acls", "--xattrs"]] {
+        let to = scratch.mkdir(format!("to-{}", options.len())).unwrap();
+        let done = Command::new("tar")
+            .args(options)
+            .args(["-xpf"])
+            .arg(&archive)
+            .arg("-C")
+            .arg(&to)
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&done.stderr);
+        assert!(done.status.success(), "{said}");
+        for (path, name) in [("d/f", access), ("d", default)] {
+            let mut value = vec![0; 1024];
+            let len = rustix::fs::getxattr(to.join(path), name, &mut value[..]).unwrap();
+            assert_eq!(value[..len], acl[..], "{options:?} {path}");
+        }
+    }
 }

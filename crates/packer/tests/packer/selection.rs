@@ -213,22 +213,22 @@ fn includes_take_what_matches_and_the_way_there() {
 }
 
 #[test]
-fn a_link_whose_file_is_not_wanted_names_both() {
-    let mut tar = TarWriter::new();
-    tar.file("a/file", "1").hard_link("b/link", "a/file");
-    let archive = crate::support::ArchiveFile::new(tar.finish());
+fn a_link_to_what_was_left_out_of_a_layer_below_names_both() {
+    let scratch = ScratchDir::new("left-out-below").unwrap();
+    let (mut below, mut above) = (TarWriter::new(), TarWriter::new());
+    below.file("a/file", "1").file("b/file", "2");
+    above.hard_link("b/link", "a/file");
     let wanted = Wanted {
         include: &["b"],
         ..Wanted::default()
     };
-    let Err(error) = wanted.build(archive.source()) else {
+    let Err(error) = wanted.image(&scratch, &[below.finish(), above.finish()]) else {
         panic!("accepted")
     };
     let error = chain(&error);
-    assert!(
-        error.contains("b/link") && error.contains("a/file"),
-        "{error}"
-    );
+    for part in ["b/link", "a/file", "left out of a layer below"] {
+        assert!(error.contains(part), "{error}");
+    }
 }
 
 #[test]
@@ -527,4 +527,177 @@ fn including_what_is_not_there_is_told() {
             .any(|line| line.contains("--include"));
         assert_eq!(told, warns, "{:?}", packed.warnings);
     }
+}
+
+/// What is left out may be the name of a file that the archive has the contents under.
+#[test]
+fn files_whose_first_names_are_left_out_are_packed_under_the_others() {
+    let scratch = ScratchDir::new("other-names").unwrap();
+    let dir = scratch.mkdir("tree/d").unwrap();
+    let large: Vec<u8> = (0..300_000_u32).flat_map(u32::to_le_bytes).collect();
+    for (name, bytes) in [("a", &b"small"[..]), ("b", &large)] {
+        fs_err::write(dir.join(name), bytes).unwrap();
+        for other in ["x", "y"] {
+            fs_err::hard_link(dir.join(name), dir.join(format!("{name}-{other}"))).unwrap();
+        }
+    }
+    std::os::unix::fs::symlink("a", dir.join("l")).unwrap();
+    fs_err::hard_link(dir.join("l"), dir.join("l-x")).unwrap();
+    let dir = scratch.join("tree");
+    for (exclude, names) in [
+        (&["a", "b", "l"][..], vec!["d/a-x", "d/a-y"]),
+        (&["a", "a-x", "b"], vec!["d/a-y"]),
+        (&["b-*"], vec!["d/a", "d/a-x", "d/a-y"]),
+    ] {
+        let wanted = Wanted {
+            exclude,
+            ..Wanted::default()
+        };
+        let packed = wanted.all(&scratch, &dir);
+        let tree = packed.tree();
+        assert_eq!(tree.links(names[0]), names, "{exclude:?}");
+        let node = tree.get(names[0]);
+        assert_eq!(node.content(), b"small");
+        assert_eq!(node.nlink as usize, names.len());
+        if exclude.contains(&"b") {
+            assert!(tree.get("d/b-x").content() == large);
+            assert!(!tree.has("d/b") && tree.get("d/b-x").nlink == 2);
+        }
+        assert_eq!(tree.get("d/l-x").target, b"a");
+    }
+    // Only what is asked for, by one name of each.
+    let wanted = Wanted {
+        include: &["d/a-y", "d/l-x"],
+        ..Wanted::default()
+    };
+    let tree = wanted.all(&scratch, &dir).tree();
+    assert_eq!(tree.paths(), ["", "d", "d/a-y", "d/l-x"]);
+    assert_eq!(tree.get("d/a-y").content(), b"small");
+}
+
+#[test]
+fn of_names_that_are_left_out_the_last_entry_counts() {
+    let scratch = ScratchDir::new("left-out").unwrap();
+    let mut tar = TarWriter::new();
+    tar.file("a", "first").file("a", "second");
+    tar.hard_link("a2", "a").hard_link("k", "a2");
+    // In between `a2`, which is left out too, is another file.
+    tar.file("a2", "third").hard_link("k3", "./a2");
+    // What is replaced afterwards is not read again for nothing.
+    tar.file("b", "old").hard_link("kb", "b").file("kb", "new");
+    // A device that overlayfs would take for its own.
+    tar.entry(&Header::new(kind::CHAR, "c").device(0, 0), b"");
+    tar.hard_link("kc", "c");
+    let bytes = tar.finish();
+    let wanted = Wanted {
+        exclude: &["a*", "b", "c"],
+        ..Wanted::default()
+    };
+    let file = scratch.write("odd.tar", &bytes).unwrap();
+    for packed in [
+        wanted.build(Source::Tar(file)),
+        wanted.image(&scratch, std::slice::from_ref(&bytes)),
+    ] {
+        let packed = packed.unwrap_or_else(|error| panic!("{}", chain(&error)));
+        let tree = packed.tree();
+        assert_eq!(tree.paths(), ["", "k", "k3", "kb"]);
+        for (name, content) in [("k", "second"), ("k3", "third"), ("kb", "new")] {
+            assert_eq!(tree.get(name).content(), content.as_bytes(), "{name}");
+        }
+        let warnings = packed.warnings.join("\n");
+        assert!(
+            warnings.contains("dropped c: a character device"),
+            "{warnings}"
+        );
+    }
+    // What can be read but once.
+    let pipe = scratch.join("pipe");
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        &pipe,
+        rustix::fs::FileType::Fifo,
+        rustix::fs::Mode::from_raw_mode(0o600),
+        0,
+    )
+    .unwrap();
+    let to = pipe.clone();
+    let writer = std::thread::spawn(move || {
+        // Whoever reads may stop before the end.
+        let _ = fs_err::write(to, bytes);
+    });
+    let Err(error) = wanted.build(Source::Tar(pipe)) else {
+        panic!("accepted")
+    };
+    let error = chain(&error);
+    assert!(
+        error.contains("k: it is a hard link to a2") && error.contains("twice"),
+        "{error}"
+    );
+    writer.join().unwrap();
+}
+
+/// A link on the way need not be wanted itself.
+#[test]
+fn includes_see_where_entries_land_behind_links_that_are_not_wanted() {
+    let scratch = ScratchDir::new("behind-links").unwrap();
+    let mut below = TarWriter::new();
+    below.dir("usr/lib", 0o711).symlink("lib", "usr/lib");
+    below.symlink("gone", "usr").symlink("usr/opt", "/srv");
+    let mut above = TarWriter::new();
+    above.file("lib/x", "1").hard_link("lib/y", "lib/x");
+    above.whiteout("", "gone").file("gone/z", "2");
+    above.file("usr/opt/f", "3").file("lib/other", "4");
+    let (below, above) = (below.into_unfinished(), above.finish());
+    let one = [below.clone(), above.clone()].concat();
+    let file = scratch.write("links.tar", &one).unwrap();
+    let wanted = Wanted {
+        include: &["usr/lib/[xy]", "gone/z", "usr/z", "srv/f"],
+        ..Wanted::default()
+    };
+    let two = [[below, vec![0; 1024]].concat(), above];
+    for (packed, z) in [
+        // A mark hides nothing of its own layer.
+        (wanted.build(Source::Tar(file)), "usr/z"),
+        (wanted.image(&scratch, &two), "gone/z"),
+    ] {
+        let packed = packed.unwrap_or_else(|error| panic!("{}", chain(&error)));
+        let tree = packed.tree();
+        let mut paths = vec![
+            "",
+            "srv",
+            "srv/f",
+            "usr",
+            "usr/lib",
+            "usr/lib/x",
+            "usr/lib/y",
+            z,
+        ];
+        if z.starts_with("gone") {
+            paths.push("gone");
+        }
+        paths.sort_unstable();
+        assert_eq!(tree.paths(), paths);
+        assert_eq!(tree.get(z).content(), b"2");
+        assert_eq!(tree.links("usr/lib/x"), ["usr/lib/x", "usr/lib/y"]);
+        if z == "usr/z" {
+            // In an image nothing of the layer that defines it is wanted.
+            assert_eq!(tree.get("usr/lib").mode, 0o711);
+        }
+    }
+}
+
+#[test]
+fn stars_of_attributes_stand_at_the_end() {
+    let scratch = ScratchDir::new("stars").unwrap();
+    let dir = scratch.mkdir("tree").unwrap();
+    for name in ["us*r", "*.x", "a**", ""] {
+        let mut with = options("base/t:1", Source::Dir(dir.clone()));
+        with.xattrs.push(name.to_owned());
+        let error = build(&memory_store(), &with, &Silent).err().unwrap();
+        let invalid = matches!(error, PackError::InvalidOption { .. });
+        assert!(invalid, "{name}: {error}");
+    }
+    let mut with = options("base/t:1", Source::Dir(dir));
+    with.xattrs.push("*".to_owned());
+    build(&memory_store(), &with, &Silent).unwrap();
 }

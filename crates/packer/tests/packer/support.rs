@@ -234,9 +234,24 @@ impl ArchiveFile {
     }
 }
 
+/// Packs an archive, twice: it is the same layer if its entries are set aside until all of its
+/// contents are stored, as those of large ones are.
 pub fn try_tar(reference: &str, bytes: impl AsRef<[u8]>) -> Result<Packed, PackError> {
     let file = ArchiveFile::new(bytes);
-    try_pack(&memory_store(), &options(reference, file.source()))
+    let mut options = options(reference, file.source());
+    let packed = try_pack(&memory_store(), &options)?;
+    let cache = ScratchDir::new("aside").unwrap();
+    options.cache = Some(cache.path().to_owned());
+    options.aside_after = 0;
+    let aside = try_pack(&memory_store(), &options)?;
+    assert_eq!(packed.digest, aside.digest, "another layer");
+    let sorted = |packed: &Packed| {
+        let mut lines = packed.warnings.clone();
+        lines.sort();
+        lines
+    };
+    assert_eq!(sorted(&packed), sorted(&aside));
+    Ok(packed)
 }
 
 /// An archive as a base.

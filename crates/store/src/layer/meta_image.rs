@@ -81,7 +81,7 @@ impl MetaWriter {
     #[must_use]
     pub fn spilling(self, scratch: Option<&Path>) -> Self {
         Self {
-            stored: Spill::new(scratch),
+            stored: Spill::new("a metadata image", scratch),
             ..self
         }
     }
