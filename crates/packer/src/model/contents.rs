@@ -323,7 +323,7 @@ mod tests {
         let whole = contents.repeats().unwrap();
         assert_eq!(whole.len(), 2000);
         for number in 0..3000 {
-            let first = (number >= 1000).then(|| number % 100);
+            let first = (number >= 1000).then_some(number % 100);
             assert_eq!(whole.class(number), first.map(|first| first as usize));
         }
         for together in [1, 13, 1000, 2999] {
