@@ -67,7 +67,8 @@ fn repository(dir: &Path) {
     assert!(copied.success());
 }
 
-/// Bytes of a layer's data that the node fetched, once readahead has ended, and all there are.
+/// Bytes of a layer's data that the node fetched, or copied from another layer, once readahead has
+/// ended, and all there are.
 fn fetched(node: &Node, reference: &str) -> (u64, u64) {
     let now = || {
         let status = node.json(["daemon", "status"]);
@@ -77,7 +78,8 @@ fn fetched(node: &Node, reference: &str) -> (u64, u64) {
             .find(|layer| layer["reference"] == reference)
             .unwrap();
         let number = |key: &str| layer[key].as_u64().unwrap();
-        (number("fetched_raw_bytes"), number("data_bytes"))
+        let had = number("fetched_raw_bytes") + number("copied_bytes");
+        (had, number("data_bytes"))
     };
     let mut last = now();
     loop {
@@ -90,7 +92,7 @@ fn fetched(node: &Node, reference: &str) -> (u64, u64) {
     }
 }
 
-/// Bytes of all layers whose reference begins so that the node fetched, once readahead has ended.
+/// The same of all layers whose reference begins so.
 fn fetched_of(node: &Node, begin: &str) -> u64 {
     let now = || -> u64 {
         let status = node.json(["daemon", "status"]);
@@ -102,7 +104,8 @@ fn fetched_of(node: &Node, begin: &str) -> u64 {
                 .starts_with(begin)
         });
         named
-            .map(|l| l["fetched_raw_bytes"].as_u64().unwrap())
+            .flat_map(|layer| [&layer["fetched_raw_bytes"], &layer["copied_bytes"]])
+            .map(|bytes| bytes.as_u64().unwrap())
             .sum()
     };
     let mut last = now();
@@ -129,10 +132,12 @@ fn create(node: &Node, reference: &str) -> String {
 
 const GIT: &str = "git -c safe.directory=* -C /ws";
 
-/// Appends to files of the repository and stages that.
+/// Appends to files of the repository and stages that, a second after what was there before: git reads
+/// files anew that are as young as the index, before a snapshot as after it.
 fn change(node: &Node, id: &str, files: impl Iterator<Item = u64>) {
     let names: Vec<String> = files.map(|i| format!("file-{}", i * 3)).collect();
     let names = names.join(" ");
+    std::thread::sleep(std::time::Duration::from_millis(1100));
     let script = format!("cd /ws; for f in {names}; do echo more >> $f; done; {GIT} add -A");
     run(node, id, &script);
 }
