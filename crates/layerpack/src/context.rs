@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context as _, bail};
 use layerpack_store::blob::{addresses, has_scheme};
-use layerpack_store::{LayerStore, ReadCacheOptions};
+use layerpack_store::{LayerStore, ReadCacheOptions, StoreError};
 
 use crate::args::Global;
 use crate::client::{self, Client};
@@ -112,6 +112,17 @@ impl Context {
         let store = self.store()?;
         self.must_be(&store)?;
         Ok(store)
+    }
+
+    /// The same for a command that mends a store, also the marker by which it is known for one.
+    pub(crate) fn store_to_mend(&self) -> anyhow::Result<LayerStore> {
+        let store = self.store()?;
+        match self.must_be(&store) {
+            Err(error) if matches!(error.downcast_ref(), Some(StoreError::NoStore { .. })) => {
+                Err(error)
+            }
+            _ => Ok(store),
+        }
     }
 
     fn must_be(&self, store: &LayerStore) -> anyhow::Result<()> {

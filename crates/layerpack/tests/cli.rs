@@ -134,7 +134,6 @@ fn what_cannot_be_meant_is_two_and_what_is_not_there_is_one() {
         build("elsewhere", &[]),
         build(&from, &["--exclude", "["]),
         build(&from, &["--at", "../x"]),
-        build(&layout, &["--at", "../x"]),
         build(&layout, &["--parent", "base/a:1"]),
         build(&from, &["--parent", "nothing"]),
         build(&from, &["--parent", "base/a:1"]),

@@ -126,6 +126,24 @@ fn a_damaged_store_is_told_and_repaired() {
     let sound = node.json(["verify", "--all", "--read-data"]);
     assert_eq!(sound["warnings"].as_array().unwrap().len(), 0, "{sound}");
 
+    // The marker, also of a store that is named; what is none is not made one.
+    let marker = node.store().join("layerpack.json");
+    let sound = fs_err::read(&marker).unwrap();
+    let named = node.store().display().to_string();
+    for damaged in ["{", "", "\0\u{1}x"] {
+        fs_err::remove_file(&marker).unwrap();
+        fs_err::write(&marker, damaged).unwrap();
+        node.fails(1, ["--store", &named, "ls"]);
+        node.ok(["--store", &named, "repair", "--dry-run"]);
+        assert_eq!(fs_err::read(&marker).unwrap(), damaged.as_bytes());
+        let told = node.ok(["--store", &named, "repair"]);
+        assert!(told.contains("layerpack.json written anew"), "{told}");
+        assert_eq!(fs_err::read(&marker).unwrap(), sound);
+    }
+    let empty = node.scratch.mkdir("none").unwrap().display().to_string();
+    let told = node.fails(1, ["--store", &empty, "repair"]);
+    assert!(told.contains("there is no store"), "{told}");
+
     // A pack that is gone cannot be made again.
     let packs = node.store().join("packs");
     let one = fs_err::read_dir(&packs)

@@ -12,7 +12,7 @@ use crate::output::{note, print, printable};
 
 pub(super) fn run(context: &Context, args: &RepairArgs) -> Outcome {
     let report = context
-        .store_that_is()?
+        .store_to_mend()?
         .repair(args.dry_run)
         .map_err(|error| match error {
             StoreError::NoSpace { .. } => anyhow::Error::from(error)
