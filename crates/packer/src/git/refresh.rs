@@ -100,7 +100,7 @@ struct Plan {
 
 impl Plan {
     fn does_nothing(&self) -> bool {
-        self.files.is_empty() && self.below.is_empty()
+        self.files.is_empty() && self.below.is_empty() && self.differing.is_empty()
     }
 }
 

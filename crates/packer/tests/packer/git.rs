@@ -515,3 +515,38 @@ fn an_index_that_is_not_younger_than_its_files_is_not_believed() {
     agrees(&scratch, &packed, &repo, "", ".git/index", &unknown);
     assert_eq!((reports[0].refreshed, reports[0].differing), (2, 5));
 }
+
+#[test]
+fn what_became_another_file_with_the_same_numbers_is_not_believed() {
+    if unable() {
+        skip!("needs git");
+    }
+    let scratch = ScratchDir::new("git-same").unwrap();
+    let repo = scratch.mkdir("repo").unwrap();
+    git(&repo, &["init", "-q", "-b", "main"]);
+    let names = ["f1", "d0/g3"];
+    fs_err::create_dir_all(repo.join("d0")).unwrap();
+    for name in names {
+        fs_err::write(repo.join(name), "before\n").unwrap();
+    }
+    git(&repo, &["add", "."]);
+    let store = memory_store();
+    publish(&store, "base/r:1", &repo, true);
+    // Sizes and times stay, and in the merge the numbers do, since nothing else is there.
+    fs_err::create_dir_all(scratch.join("high/d0")).unwrap();
+    for name in names {
+        let path = scratch.join("high").join(name);
+        fs_err::write(&path, "behind\n").unwrap();
+        let time = fs_err::metadata(repo.join(name))
+            .unwrap()
+            .modified()
+            .unwrap();
+        let file = fs_err::File::options().write(true).open(&path).unwrap();
+        file.set_modified(time).unwrap();
+    }
+    publish(&store, "workspace/h:1", &scratch.join("high"), false);
+    let (packed, reports) = merged(&store, "base/m:1", &["base/r:1", "workspace/h:1"]);
+    assert_eq!(packed.tree().get("f1").content(), b"behind\n");
+    agrees(&scratch, &packed, &repo, "", ".git/index", &names);
+    assert_eq!((reports[0].refreshed, reports[0].differing), (0, 2));
+}
