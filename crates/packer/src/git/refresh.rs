@@ -55,6 +55,8 @@ pub(crate) struct Known<'a> {
     pub before: Images,
     /// Those others. Both show the same files.
     pub after: Images,
+    /// What the layers below were and what they will be, where files of theirs become others.
+    pub became: Option<(&'a Layer, &'a Layer)>,
 }
 
 struct Seen<'a> {
@@ -62,6 +64,7 @@ struct Seen<'a> {
     own: Option<&'a Layer>,
     before: Shown<'a>,
     after: Shown<'a>,
+    became: Option<(&'a Layer, &'a Layer)>,
 }
 
 impl Seen<'_> {
@@ -74,6 +77,24 @@ impl Seen<'_> {
         }
         let was = self.taken.stat(path)?;
         (stat(layer, id, was.ino) == was).then_some(was)
+    }
+
+    /// Whether a file of the layers below will be another one: it may look as the one before did.
+    fn becomes_another(&self, path: &[u8]) -> bool {
+        let Some((before, after)) = self.became else {
+            return false;
+        };
+        let (Some(was), Some(will)) = (before.tree.resolve(path), after.tree.resolve(path)) else {
+            return false;
+        };
+        let identity = |layer: &Layer, id| layer.content(id).map(|content| content.identity());
+        match (&before.tree.node(was).kind, &after.tree.node(will).kind) {
+            (NodeKind::File(_), NodeKind::File(_)) => {
+                identity(before, was) != identity(after, will)
+            }
+            (NodeKind::Symlink(was), NodeKind::Symlink(will)) => was != will,
+            _ => true,
+        }
     }
 }
 
@@ -96,11 +117,16 @@ struct Plan {
     below: Vec<(usize, Stat)>,
     /// Files whose contents are not the index's, or not known.
     differing: Vec<(usize, NodeId)>,
+    /// Of files in layers below that become others.
+    others: Vec<usize>,
 }
 
 impl Plan {
     fn does_nothing(&self) -> bool {
-        self.files.is_empty() && self.below.is_empty() && self.differing.is_empty()
+        self.files.is_empty()
+            && self.below.is_empty()
+            && self.differing.is_empty()
+            && self.others.is_empty()
     }
 }
 
@@ -121,6 +147,7 @@ impl Git {
             own: known.own,
             before: known.before.open()?,
             after: known.after.open()?,
+            became: known.became,
         };
         let mut reports = Vec::new();
         let mut plans = Vec::new();
@@ -148,6 +175,9 @@ impl Git {
             };
             let mut bytes = bytes.clone();
             let shown = |id: &NodeId| Some(stat(layer, *id, *numbers.get(id)?));
+            for at in &plan.others {
+                index::forget(&mut bytes, *at);
+            }
             for (at, id) in &plan.differing {
                 // By chance, or by the index's new age.
                 if shown(id).is_some_and(|stat| index::remembers(&bytes, *at, &stat)) {
@@ -271,6 +301,7 @@ impl Git {
             return (report, None);
         }
         let (mut files, mut below, mut differing) = (Vec::new(), Vec::new(), Vec::new());
+        let mut others = Vec::new();
         // git reads what is not older than the index.
         let age = layer.tree.node(found.index).metadata.mtime.sec;
         let believed = |entry: &index::Entry<'_>, stat: &Stat| {
@@ -287,6 +318,9 @@ impl Git {
                     let was = seen.before.stat(&path).filter(|stat| believed(entry, stat));
                     if let Some(stat) = was.and_then(|_| seen.after.stat(&path)) {
                         below.push((entry.at, stat));
+                    }
+                    if seen.becomes_another(&path) {
+                        others.push(entry.at);
                     }
                 }
                 Some((id, true)) => files.push((entry.at, id)),
@@ -315,6 +349,7 @@ impl Git {
             files,
             below,
             differing,
+            others,
         };
         (report, Some(plan))
     }

@@ -106,7 +106,8 @@ pub struct RebaseReport {
 }
 
 /// Puts a snapshot on other layers. No contents are read or written but indexes of git, in which entries
-/// of the snapshot's own files are given what it shows of them.
+/// of the snapshot's own files are given what it shows of them, and those of files that the new layers
+/// have others of remember nothing.
 ///
 /// # Errors
 /// [`PackError::InvalidOption`], [`PackError::Store`]. Nothing is published then.
@@ -150,6 +151,8 @@ pub fn rebase(
     };
     work.compare();
     let Work {
+        before,
+        after,
         snapshot,
         conflicts,
         drop,
@@ -177,6 +180,7 @@ pub fn rebase(
     let own = [(options.snapshot, manifest.clone())];
     let known = Known {
         taken: git.take_up(store, &own, &mut layer, &|_| false, &mut warnings)?,
+        became: Some((&before.layer, &after.layer)),
         ..Known::default()
     };
     let indexes = git.refresh(&mut layer, &mut writer, &known)?;

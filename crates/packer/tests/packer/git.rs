@@ -6,10 +6,10 @@ use std::process::Command;
 
 use layerpack_fixtures::{ScratchDir, find_tool, skip};
 use layerpack_packer::{
-    BuildReport, GitIndex, ImageSource, ImportOptions, MergeOptions, Silent, Source, Split, build,
-    build_split, import, merge,
+    BuildReport, GitIndex, ImageSource, ImportOptions, MergeOptions, RebaseOptions, Silent, Source,
+    Split, Strategy, build, build_split, import, merge, rebase,
 };
-use layerpack_store::LayerStore;
+use layerpack_store::{LayerStore, ParentRef};
 
 use crate::image::Layout;
 use crate::support::{Packed, memory_store, options};
@@ -549,4 +549,52 @@ fn what_became_another_file_with_the_same_numbers_is_not_believed() {
     assert_eq!(packed.tree().get("f1").content(), b"behind\n");
     agrees(&scratch, &packed, &repo, "", ".git/index", &names);
     assert_eq!((reports[0].refreshed, reports[0].differing), (0, 2));
+}
+
+#[test]
+fn what_other_layers_have_another_file_of_is_not_believed_after_a_rebase() {
+    if unable() {
+        skip!("needs git");
+    }
+    let scratch = ScratchDir::new("git-onto").unwrap();
+    let repo = scratch.mkdir("repo").unwrap();
+    git(&repo, &["init", "-q", "-b", "main"]);
+    for name in ["f0", "f1"] {
+        fs_err::write(repo.join(name), "before\n").unwrap();
+    }
+    git(&repo, &["add", "."]);
+    let store = memory_store();
+    // Two versions whose files have one size, one time, and one place.
+    let version = |reference: &str| {
+        let mut with = options(reference, Source::Dir(repo.clone()));
+        with.git_index = true;
+        with.source_date_epoch = Some(1_000_000);
+        let digest = build(&store, &with, &Silent).unwrap().published.digest;
+        ParentRef {
+            reference: reference.parse().ok(),
+            manifest: digest,
+        }
+    };
+    let old = version("workspace/e:1");
+    fs_err::write(repo.join("f0"), "behind\n").unwrap();
+    let new = version("workspace/e:2");
+    let shown = |parent: &ParentRef| Packed::load(&store, parent.manifest, Vec::new()).tree();
+    let (was, will) = (shown(&old), shown(&new));
+    assert_eq!(was.get("f0").nid, will.get("f0").nid);
+    // A snapshot on the old one with an index of its own.
+    let up = scratch.mkdir("up/.git").unwrap();
+    fs_err::write(up.join("index"), was.get(".git/index").content()).unwrap();
+    let mut with = options("diff/s:1", Source::Dir(scratch.join("up")));
+    with.parents = vec![old];
+    let snapshot = build(&store, &with, &Silent).unwrap().published.digest;
+    let mut with = RebaseOptions::new("diff/r:1".parse().unwrap(), snapshot, vec![new]);
+    with.strategy = Strategy::Snapshot;
+    let made = rebase(&store, &with, &Silent).unwrap().made.unwrap();
+    let packed = Packed::load(&store, made.published.digest, Vec::new());
+    let bytes = packed.tree().get(".git/index").content();
+    let known = remembered(&repo, &bytes, &scratch.join("index-read"));
+    assert_eq!(
+        (known["f0"]["size"].as_str(), known["f1"]["size"].as_str()),
+        ("0", "7")
+    );
 }
