@@ -67,19 +67,11 @@ fn repository(dir: &Path) {
     assert!(copied.success());
 }
 
-/// Bytes of a layer's data that the node fetched, or copied from another layer, once readahead has
-/// ended, and all there are.
-fn fetched(node: &Node, reference: &str) -> (u64, u64) {
+/// What a question about the node's layers has for an answer once readahead has ended.
+fn settled<T: PartialEq>(node: &Node, ask: impl Fn(&[serde_json::Value]) -> T) -> T {
     let now = || {
         let status = node.json(["daemon", "status"]);
-        let layers = status["node"]["layers"].as_array().unwrap().clone();
-        let layer = layers
-            .into_iter()
-            .find(|layer| layer["reference"] == reference)
-            .unwrap();
-        let number = |key: &str| layer[key].as_u64().unwrap();
-        let had = number("fetched_raw_bytes") + number("copied_bytes");
-        (had, number("data_bytes"))
+        ask(status["node"]["layers"].as_array().unwrap())
     };
     let mut last = now();
     loop {
@@ -92,31 +84,29 @@ fn fetched(node: &Node, reference: &str) -> (u64, u64) {
     }
 }
 
-/// The same of all layers whose reference begins so.
+/// Bytes of a layer's data that the node fetched or copied from another layer.
+fn had(layer: &serde_json::Value) -> u64 {
+    let number = |key: &str| layer[key].as_u64().unwrap();
+    number("fetched_raw_bytes") + number("copied_bytes")
+}
+
+/// Bytes of a layer's data that the node has got, and all there are.
+fn fetched(node: &Node, reference: &str) -> (u64, u64) {
+    settled(node, |layers| {
+        let layer = layers.iter().find(|l| l["reference"] == reference).unwrap();
+        (had(layer), layer["data_bytes"].as_u64().unwrap())
+    })
+}
+
+/// Bytes that the node has got of all layers whose reference begins so.
 fn fetched_of(node: &Node, begin: &str) -> u64 {
-    let now = || -> u64 {
-        let status = node.json(["daemon", "status"]);
-        let layers = status["node"]["layers"].as_array().unwrap().clone();
-        let named = layers.iter().filter(|layer| {
-            layer["reference"]
-                .as_str()
-                .unwrap_or_default()
-                .starts_with(begin)
-        });
-        named
-            .flat_map(|layer| [&layer["fetched_raw_bytes"], &layer["copied_bytes"]])
-            .map(|bytes| bytes.as_u64().unwrap())
-            .sum()
-    };
-    let mut last = now();
-    loop {
-        std::thread::sleep(std::time::Duration::from_millis(300));
-        let next = now();
-        if next == last {
-            return next;
-        }
-        last = next;
-    }
+    settled(node, |layers| {
+        let name = |layer: &serde_json::Value| layer["reference"].as_str().map(str::to_owned);
+        let named = layers
+            .iter()
+            .filter(|layer| name(layer).unwrap_or_default().starts_with(begin));
+        named.map(had).sum()
+    })
 }
 
 /// Runs a script in a sandbox.
