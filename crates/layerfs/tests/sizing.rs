@@ -176,3 +176,49 @@ fn requests_grow_with_what_is_read_in_order() {
     let bytes = fetched(&gauge, &blob);
     assert!(bytes * 5 <= f.locator().stored_bytes() * 6);
 }
+
+#[test]
+fn small_files_in_their_order_come_in_few_requests() {
+    let scratch = ScratchDir::new("sizing-small").unwrap();
+    let source = scratch.join("source");
+    std::fs::create_dir_all(&source).unwrap();
+    for i in 0..1500_usize {
+        let bytes = noise(i as u64 + 10, 1000 + (i * 7919) % 40_000);
+        std::fs::write(source.join(format!("{i:05}")), bytes).unwrap();
+    }
+    let blobs: Arc<dyn BlobStore> = Arc::new(MemStore::new());
+    let store = LayerStore::new(blobs.clone());
+    let published = publish(&store, "base/small:1", &source, &[]);
+    let manifest = store.manifest(&published.digest).unwrap();
+    let data = data_of(&store, &manifest);
+    let f = Fixture {
+        store,
+        blobs,
+        manifest,
+        data,
+        scratch,
+    };
+    let frames = f.locator().frames().len();
+    // File by file, as `tar` reads a directory: to the end, and no further than some file.
+    for part in [1, 3, 8] {
+        let (gauge, blob) = fresh(&f, &format!("part{part}"));
+        let mut seen = touched(&f);
+        let extents = blob.map().extents().to_vec();
+        for extent in &extents[..extents.len() / part] {
+            seen.read(&blob, extent.data_offset, extent.len as usize);
+        }
+        let bytes = fetched(&gauge, &blob);
+        let requests = gauge.seen.lock().unwrap().len();
+        println!(
+            "1/{part}: {requests} requests, {bytes} bytes for {} of {frames} frames",
+            seen.frames.len()
+        );
+        assert!(bytes * 5 <= seen.bytes() * 6 + MIB, "1/{part}: {bytes}");
+        if part == 1 {
+            assert!(
+                requests * 4 <= frames,
+                "{requests} requests for {frames} frames"
+            );
+        }
+    }
+}

@@ -26,9 +26,12 @@
 mod bits;
 mod evict;
 mod hold;
+mod pages;
 mod whole;
 
 use std::io;
+use std::num::NonZeroU64;
+use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
@@ -41,6 +44,7 @@ use evict::Live;
 pub(crate) use hold::Exclusive;
 use hold::Stripes;
 pub use hold::{Held, RUN_BYTES};
+use pages::Waiting;
 pub use whole::ConnectionId;
 
 /// Name of the sparse file in a layer's cache directory.
@@ -75,6 +79,8 @@ pub struct BlobCache {
     written: AtomicU64,
     /// Bytes read and written since the file's pages were last dropped.
     passed: AtomicU64,
+    /// What was fetched ahead and keeps its pages.
+    waiting: Waiting,
     /// The file `whole` may be there.
     whole: AtomicBool,
     /// Nothing may be punched out of the data file: the kernel may be reading it.
@@ -166,6 +172,7 @@ impl BlobCache {
             dirty: AtomicBool::new(dirty),
             written: AtomicU64::new(0),
             passed: AtomicU64::new(0),
+            waiting: Waiting::default(),
             whole: AtomicBool::new(false),
             frozen: AtomicBool::new(lent != whole::Lent::Not),
             inherited: Mutex::new(lent),
@@ -253,6 +260,24 @@ impl BlobCache {
     /// What the write gives, `ENOSPC` first of all. Part of the bytes may then be in the file,
     /// which does no harm.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.put(offset, bytes)?;
+        self.pass(bytes.len() as u64);
+        Ok(())
+    }
+
+    /// As [`BlobCache::write`], for a reader who is yet to come: the kernel is not told to let go of
+    /// these bytes' pages before they were read, or for some seconds.
+    ///
+    /// # Errors
+    /// As [`BlobCache::write`].
+    pub fn write_ahead(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.put(offset, bytes)?;
+        let end = offset.saturating_add(bytes.len() as u64);
+        self.waiting.wrote(self.size, offset..end);
+        Ok(())
+    }
+
+    fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let end = offset.checked_add(bytes.len() as u64);
         if end.is_none_or(|end| end > self.size) {
             return Err(io::Error::new(
@@ -263,7 +288,6 @@ impl BlobCache {
         self.data.file().write_all_at(bytes, offset)?;
         self.written
             .fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        self.pass(bytes.len() as u64);
         Ok(())
     }
 
@@ -301,28 +325,38 @@ impl BlobCache {
     /// What the read gives; a file shorter than the blob is an error, never zeros.
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         self.data.file().read_exact_at(buf, offset)?;
-        self.pass(buf.len() as u64);
+        let len = buf.len() as u64;
+        self.waiting.read(offset..offset.saturating_add(len));
+        self.pass(len);
         Ok(())
     }
 
     /// Counts bytes that went through the page cache.
     fn pass(&self, bytes: u64) {
-        if self.passed.fetch_add(bytes, Ordering::Relaxed) + bytes >= KEEP_PAGES {
-            self.drop_pages();
+        if self.passed.fetch_add(bytes, Ordering::Relaxed) + bytes >= KEEP_PAGES
+            && self.passed.swap(0, Ordering::Relaxed) > 0
+        {
+            match self.waiting.may_go(self.size) {
+                None => self.advise_away(0..0),
+                Some(ranges) => ranges.into_iter().for_each(|range| self.advise_away(range)),
+            }
         }
     }
 
     /// Has the kernel let go of the data file's pages: those who read through us cache what they
     /// read themselves. What is not written to disk yet stays until it is.
     pub fn drop_pages(&self) {
-        if self.passed.swap(0, Ordering::Relaxed) > 0 {
-            self.advise_away();
+        let waited = self.waiting.forget();
+        if self.passed.swap(0, Ordering::Relaxed) > 0 || waited {
+            self.advise_away(0..0);
         }
     }
 
-    fn advise_away(&self) {
+    /// Lets go of the pages of a range; of all if it is empty.
+    fn advise_away(&self, range: Range<u64>) {
         let advice = rustix::fs::Advice::DontNeed;
-        if let Err(e) = rustix::fs::fadvise(self.data.file(), 0, None, advice) {
+        let len = NonZeroU64::new(range.end.saturating_sub(range.start));
+        if let Err(e) = rustix::fs::fadvise(self.data.file(), range.start, len, advice) {
             // Only more memory.
             tracing::debug!(dir = %self.dir.display(), error = %e, "pages cannot be dropped");
         }
@@ -357,7 +391,8 @@ impl BlobCache {
         *synced = bits;
         drop(synced);
         // All of it is on disk now, so all of it can go.
-        self.advise_away();
+        self.waiting.forget();
+        self.advise_away(0..0);
         Ok(())
     }
 

@@ -250,7 +250,7 @@ impl BlobCache {
 
     /// Drops the data file's pages, also those that the kernel read by itself.
     pub(crate) fn drop_all_pages(&self) {
-        self.advise_away();
+        self.advise_away(0..0);
     }
 }
 

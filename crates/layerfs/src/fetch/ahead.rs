@@ -22,9 +22,12 @@ use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering};
 use crate::trace::{TraceEvent, TraceKind};
 
 /// Bytes of frames, stored and raw, that one list has under way at once.
-const WINDOW: u64 = 8 << 20;
-/// The same for one request.
-const BATCH: u64 = 2 << 20;
+const WINDOW: u64 = 12 << 20;
+/// The same for what is sorted by its place in the store and asked for together, to begin with: who
+/// waits for the first of it is not to wait for much else.
+const FIRST_BATCH: u64 = 1 << 20;
+/// The same later on.
+const BATCH: u64 = 6 << 20;
 /// Failures in a row that end it.
 const MAX_FAILURES: u32 = 3;
 /// Time between two looks whether a reader still waits.
@@ -88,19 +91,25 @@ impl Unread {
         }
     }
 
-    /// Takes an extent out; whether it was in.
-    fn take(&self, index: u64) -> bool {
+    /// Whether an extent is in.
+    pub(super) fn has(&self, index: u64) -> bool {
         if !self.any.load(Ordering::Relaxed) {
             return false;
         }
-        let bits = self.bits.get();
-        let word = usize::try_from(index / 64)
-            .ok()
-            .and_then(|at| bits?.get(at));
+        let word = usize::try_from(index / 64).ok();
+        word.and_then(|at| self.bits.get()?.get(at))
+            .is_some_and(|w| w.load(Ordering::Relaxed) & (1 << (index % 64)) != 0)
+    }
+
+    /// Takes an extent out; whether it was in.
+    fn take(&self, index: u64) -> bool {
+        if !self.has(index) {
+            return false;
+        }
+        let word = usize::try_from(index / 64).ok();
         let bit = 1 << (index % 64);
-        word.is_some_and(|w| {
-            w.load(Ordering::Relaxed) & bit != 0 && w.fetch_and(!bit, Ordering::Relaxed) & bit != 0
-        })
+        word.and_then(|at| self.bits.get()?.get(at))
+            .is_some_and(|w| w.fetch_and(!bit, Ordering::Relaxed) & bit != 0)
     }
 }
 
@@ -188,6 +197,8 @@ struct Run<'a> {
     begun: Instant,
     under_way: VecDeque<Batch>,
     cost: u64,
+    /// How large the next batch may be.
+    batch: u64,
     failures: u32,
     report: AheadReport,
 }
@@ -205,6 +216,7 @@ pub fn fetch_ahead(
         begun: Instant::now(),
         under_way: VecDeque::new(),
         cost: 0,
+        batch: FIRST_BATCH,
         failures: 0,
         report: AheadReport {
             end: AheadEnd::Done,
@@ -256,10 +268,11 @@ impl Run<'_> {
             }
             if gathered
                 .as_ref()
-                .is_some_and(|g| !Arc::ptr_eq(&g.blob, &blob) || g.cost >= BATCH)
+                .is_some_and(|g| !Arc::ptr_eq(&g.blob, &blob) || g.cost >= self.batch)
                 && let Some(full) = gathered.take()
             {
                 self.send(full)?;
+                self.batch = (self.batch * 2).min(BATCH);
             }
             let gathered = gathered.get_or_insert_with(|| Gathered {
                 source: blob.source.read().clone(),

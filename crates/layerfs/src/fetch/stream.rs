@@ -19,6 +19,8 @@ const MIN_RUN: u64 = 1 << 20;
 const SHARE: u64 = 6;
 /// Most bytes fetched ahead for one reader.
 const MAX_WINDOW: u64 = 8 << 20;
+/// Extents before the one that is read among which the end of a file is looked for.
+const LOOK_BACK: usize = 64;
 /// The kernel has several reads under way: they may come in another order.
 const SLACK: u64 = 2 << 20;
 
@@ -41,8 +43,9 @@ struct Stream {
 pub(super) struct Streams(Mutex<(u64, [Stream; STREAMS])>);
 
 impl Streams {
-    /// Somebody reads `offset..end`. What is to be fetched ahead for them, if something is.
-    fn advance(&self, offset: u64, end: u64) -> Option<Range<u64>> {
+    /// Somebody reads `offset..end`. What is to be fetched ahead for them, if something is, and
+    /// where they began.
+    fn advance(&self, offset: u64, end: u64) -> Option<(Range<u64>, u64)> {
         // It is only a matter of speed: nobody waits here.
         let mut state = self.0.try_lock()?;
         let (clock, streams) = &mut *state;
@@ -93,7 +96,7 @@ impl Streams {
         }
         let from = stream.ahead.max(stream.next);
         stream.ahead = stream.next.saturating_add(window);
-        Some(from..stream.ahead)
+        Some((from..stream.ahead, stream.begun))
     }
 }
 
@@ -104,7 +107,7 @@ impl Blob {
         if self.counters.cached.load(Ordering::Relaxed) >= self.whole {
             return;
         }
-        let Some(range) = self.streams.advance(offset, end) else {
+        let Some((range, begun)) = self.streams.advance(offset, end) else {
             return;
         };
         if !self.fetcher.has_spare_threads(&self.lane) {
@@ -113,14 +116,15 @@ impl Blob {
         let source = self.source.read().clone();
         let mut frames: Vec<u32> = Vec::new();
         let mut cost = 0;
-        let first = self.extents(end.saturating_sub(1), range.end);
+        let indexes = self.extents(end.saturating_sub(1), range.end);
+        let one_file = !self.came_from_another_file(indexes.start, begun);
         let mut before: Option<u64> = None;
-        for index in first {
+        for index in indexes {
             let Some(extent) = self.map.extents().get(index) else {
                 break;
             };
             // Another file begins.
-            if before.is_some_and(|end| end != extent.data_offset) {
+            if one_file && before.is_some_and(|end| end != extent.data_offset) {
                 break;
             }
             before = Some(extent.end());
@@ -151,6 +155,22 @@ impl Blob {
         });
         worker::submit(self, &source, claim.ours);
     }
+
+    /// Whether a file ends between `begun` and an extent, as far as that is quickly seen.
+    fn came_from_another_file(&self, index: usize, begun: u64) -> bool {
+        let extents = self.map.extents();
+        let Some(before) = extents.get(index.saturating_sub(LOOK_BACK)..=index) else {
+            return false;
+        };
+        before
+            .windows(2)
+            .rev()
+            .take_while(|pair| pair.first().is_some_and(|first| first.end() > begun))
+            .any(|pair| match pair {
+                [first, second] => first.end() != second.data_offset,
+                _ => false,
+            })
+    }
 }
 
 #[cfg(test)]
@@ -162,7 +182,7 @@ mod tests {
         let streams = Streams::default();
         let (mut sum, mut longest) = (0, 0);
         for (offset, len) in reads {
-            if let Some(range) = streams.advance(offset, offset + len) {
+            if let Some((range, _)) = streams.advance(offset, offset + len) {
                 sum += range.end - range.start;
                 longest = longest.max(range.end - range.start);
             }

@@ -526,8 +526,13 @@ impl Blob {
             let (this, others) = rest.split_at(count);
             // No hole is made between the write and the bits.
             let _held = self.cache.hold(&(first.offset..previous.offset + 1));
+            let ahead = this.iter().any(|piece| self.unread.has(piece.index));
+            let write = |bytes: &[u8]| match ahead {
+                true => self.cache.write_ahead(first.offset, bytes),
+                false => self.cache.write(first.offset, bytes),
+            };
             if let [single] = this {
-                self.cache.write(single.offset, single.bytes)?;
+                write(single.bytes)?;
             } else {
                 run.clear();
                 for piece in this {
@@ -535,7 +540,7 @@ impl Blob {
                     run.resize(start, 0);
                     run.extend_from_slice(piece.bytes);
                 }
-                self.cache.write(first.offset, &run)?;
+                write(&run)?;
             }
             let end = previous.offset + previous.bytes.len() as u64;
             self.fetcher.meter.wrote(end - first.offset);
