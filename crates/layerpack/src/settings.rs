@@ -6,6 +6,7 @@
 
 pub(crate) mod node;
 
+use std::io::Read as _;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -201,13 +202,22 @@ impl Settings {
 }
 
 fn read(path: &Path) -> anyhow::Result<File> {
-    let size = fs_err::metadata(path)
-        .context("cannot read the configuration")?
-        .len();
-    if size > MAX_FILE {
-        bail!("the configuration {} is too large", path.display());
+    let what = "cannot read the configuration";
+    let about = fs_err::metadata(path).context(what)?;
+    if !about.is_file() {
+        bail!("the configuration {} is not a regular file", path.display());
     }
-    let text = fs_err::read_to_string(path).context("cannot read the configuration")?;
+    let mut text = String::new();
+    // It may grow while it is read.
+    fs_err::File::open(path)
+        .and_then(|file| file.take(MAX_FILE + 1).read_to_string(&mut text))
+        .context(what)?;
+    if text.len() as u64 > MAX_FILE {
+        bail!(
+            "the configuration {} is longer than {MAX_FILE} bytes",
+            path.display()
+        );
+    }
     toml::from_str(&text)
         .map_err(|e| of_toml(&e, &text))
         .with_context(|| format!("the configuration {} is wrong", path.display()))
@@ -252,6 +262,16 @@ mod tests {
             fs_err::write(&file, wrong).unwrap();
             let said = format!("{:#}", load(None, None, &file).unwrap_err());
             assert!(!said.contains('\n'), "{said}");
+        }
+        // Nor is anything else than a file of a bearable length read.
+        fs_err::write(&file, "# ".repeat(600_000)).unwrap();
+        for (wrong, why) in [
+            (file.as_path(), "is longer than"),
+            (Path::new("/dev/zero"), "is not a regular file"),
+            (dir.path(), "is not a regular file"),
+        ] {
+            let said = format!("{:#}", load(None, None, wrong).unwrap_err());
+            assert!(said.contains(why), "{said}");
         }
         // A file that is named must be there.
         let given = Given {

@@ -454,10 +454,39 @@ fn privileged_doctor_is_content_here() {
     if !since(6, 5) {
         assert_eq!(of("overlay lowerdir+")["ok"], false, "{report}");
     }
+    // A remedy fits its reason.
+    for name in ["BPF LSM", "AppArmor"] {
+        let (detail, remedy) = (of(name)["detail"].as_str(), of(name)["remedy"].as_str());
+        let unknown = detail.is_some_and(|detail| detail.contains("is not mounted"));
+        let mounts = remedy.is_some_and(|remedy| remedy.contains("securityfs"));
+        assert_eq!(unknown, mounts, "{report}");
+    }
     let kvm = std::path::Path::new("/dev/kvm").exists();
     assert!(kvm || !of("KVM")["fallback"].is_null(), "{report}");
     let text = String::from_utf8(node.run(["doctor"]).stdout).unwrap();
     assert!(text.contains("FUSE passthrough"), "{text}");
+    // A store that was named must be there; the node's own comes with its first layer.
+    let nowhere = node.scratch.join("nowhere");
+    let store = |store: Option<&std::path::Path>| -> serde_json::Value {
+        let mut command = node.command();
+        command.env_remove("LAYERPACK_STORE");
+        command.args(store.map(|store| format!("--store={}", store.display())));
+        let output = command.args(["-o", "json", "doctor"]).output().unwrap();
+        assert!(store.is_none() || !output.status.success());
+        let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let findings = report["findings"].as_array().unwrap();
+        let found = findings.iter().find(|f| f["name"] == "store");
+        found.unwrap_or_else(|| panic!("{report}")).clone()
+    };
+    let finding = store(Some(&nowhere));
+    assert_eq!(finding["ok"], false, "{finding}");
+    let said = finding["detail"].as_str().unwrap();
+    assert!(said.contains("there is no store at file://"), "{finding}");
+    let finding = store(None);
+    assert_eq!(finding["ok"], true, "{finding}");
+    let said = finding["detail"].as_str().unwrap();
+    assert!(said.starts_with("none at file://"), "{finding}");
+    assert!(!nowhere.exists(), "nothing is made by looking");
     assert!(
         !layerpack_sys::loopdev::attached()
             .unwrap()

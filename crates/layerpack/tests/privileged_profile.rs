@@ -64,6 +64,16 @@ fn privileged_what_a_command_reads_is_recorded_and_seeded() {
     let merged = node.json(["profile", "merge", "first", "second", "--store-as", "both"]);
     assert_eq!(merged["recordings"], 2);
     assert_eq!(node.json(["profile", "ls"]).as_array().unwrap().len(), 3);
+    // A command that cannot be started leaves no profile, and a name is not taken for another's.
+    let mut nothing = vec!["profile", "record"];
+    nothing.extend(STACK);
+    nothing.extend(["--", "/no/such/program"]);
+    let output = node.run(&nothing);
+    assert_eq!(output.status.code(), Some(127), "{}", describe(&output));
+    nothing.splice(2..2, ["--name", "p"]);
+    let error = node.fails(2, &nothing);
+    assert!(error.contains("--store-as"), "{error}");
+    assert_eq!(node.json(["profile", "ls"]).as_array().unwrap().len(), 3);
     let shown = node.json(["profile", "show", "both"]);
     let entries = shown[0]["entries"].as_array().unwrap();
     assert_eq!(entries.len() as u64, shown[0]["extents"].as_u64().unwrap());

@@ -34,6 +34,7 @@ pub(crate) enum ProfileCommand {
 
 #[derive(Debug, Args)]
 #[command(
+    mut_arg("name", |arg| arg.hide(true)),
     override_usage = "layerpack profile record [OPTIONS] <REF>... -- <CMD>...\n       layerpack profile record --start <DIR>\n       layerpack profile record --stop <DIR> [--store-as <NAME>]"
 )]
 pub(crate) struct ProfileRecordArgs {

@@ -158,7 +158,14 @@ fn node_root(context: &Context) -> anyhow::Result<String> {
 }
 
 fn store(context: &Context) -> anyhow::Result<String> {
-    let layers = context.store()?.entries()?.len();
+    let store = context.store_that_is()?;
+    if !store.exists()? {
+        return Ok(format!(
+            "none at {} yet: the first `layerpack build` or `pull` makes it",
+            context.store_url()
+        ));
+    }
+    let layers = store.entries()?.len();
     Ok(format!("{} with {layers} layers", context.store_url()))
 }
 

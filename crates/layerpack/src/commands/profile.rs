@@ -18,6 +18,7 @@ use crate::args::{
 };
 use crate::client::Client;
 use crate::context::Context;
+use crate::failure::usage;
 use crate::mounts::Place;
 use crate::output::{Format, Table, note, print, warning};
 use crate::stack::{self, StackLayer};
@@ -108,6 +109,12 @@ fn record(context: &Context, args: ProfileRecordArgs) -> Outcome {
         end(context, &id, &layers, args.store_as.as_deref())?;
         return Ok(ExitCode::SUCCESS);
     }
+    if args.shape.name.is_some() {
+        return Err(usage(
+            "--name would name the sandbox, which is deleted when the command ends: name the profile with --store-as NAME",
+        )
+        .into());
+    }
     let layers = stack::resolve(&context.store()?, &args.refs)?;
     let id = format!("profile-{}", std::process::id());
     begin(context, &id, &layers)?;
@@ -123,9 +130,17 @@ fn record(context: &Context, args: ProfileRecordArgs) -> Outcome {
             shape: args.shape,
         },
     );
-    let ended = end(context, &id, &layers, args.store_as.as_deref());
-    let code = ran?;
-    ended?;
+    let code = match ran {
+        Ok(code) => code,
+        // The command was not started, so nothing was recorded that would be worth its name.
+        Err(failure) => {
+            if let Err(error) = Client::new(context.root())?.record_end(&id) {
+                tracing::warn!(%error, "the recording of a command that did not start goes on");
+            }
+            return Err(failure);
+        }
+    };
+    end(context, &id, &layers, args.store_as.as_deref())?;
     Ok(code)
 }
 

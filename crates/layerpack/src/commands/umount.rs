@@ -12,6 +12,7 @@ use serde::Serialize;
 use super::Outcome;
 use crate::args::UmountArgs;
 use crate::context::{Context, require_root};
+use crate::failure::Failure;
 use crate::launch::release;
 use crate::mounts::Place;
 use crate::output::print;
@@ -25,11 +26,25 @@ pub(super) fn run(context: &Context, args: &UmountArgs) -> Outcome {
     let mut done = Unmounted {
         unmounted: Vec::new(),
     };
+    let mut failed = None;
     for dir in &args.dirs {
-        done.unmounted.push(one(context, dir, args.lazy)?);
+        match one(context, dir, args.lazy) {
+            Ok(directory) => done.unmounted.push(directory),
+            Err(error) => {
+                // The others go all the same, as with umount(8); the last failure ends the command.
+                if let Some(failure) = failed.replace(Failure::from(error)) {
+                    failure.report(context.format);
+                }
+            }
+        }
     }
-    print(context.format, &done, |_| Ok(()))?;
-    Ok(ExitCode::SUCCESS)
+    if failed.is_none() || !done.unmounted.is_empty() {
+        print(context.format, &done, |_| Ok(()))?;
+    }
+    match failed {
+        Some(failure) => Err(failure),
+        None => Ok(ExitCode::SUCCESS),
+    }
 }
 
 fn one(context: &Context, dir: &Path, lazy: bool) -> anyhow::Result<PathBuf> {

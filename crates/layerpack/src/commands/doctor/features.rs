@@ -14,6 +14,11 @@ use crate::context::Context;
 /// The set-uid program that mounts FUSE for everybody.
 const HELPER: &str = "fusermount3";
 
+/// What it opens.
+const DEVICE: &str = "/dev/fuse";
+/// How others than root are let in.
+const OPEN_DEVICE: &str = "load the kernel's fuse module, and let everybody open /dev/fuse: `chmod 666 /dev/fuse`, and for good the udev rule KERNEL==\"fuse\", MODE=\"0666\"";
+
 /// Findings of a node, for root.
 pub(super) fn of_node() -> Vec<Finding> {
     let mut findings = fuse();
@@ -25,7 +30,7 @@ pub(super) fn of_node() -> Vec<Finding> {
         "containers alone: no sandbox runs in a virtual machine",
         "turn virtualisation on in the firmware, or nested virtualisation in the host, and load the kernel's kvm module",
     ));
-    findings.push(helper());
+    findings.push(helper(true));
     findings
 }
 
@@ -53,11 +58,7 @@ pub(super) fn of_user(context: &Context) -> Vec<Finding> {
             super::trial::fuse(),
             "have root load the kernel's module (modprobe fuse) and let everybody open /dev/fuse (mode 666, as udev sets it)",
         ),
-        Finding::new(
-            HELPER,
-            find_helper(),
-            "have fuse3 installed: fusermount3 must belong to root and be set-uid",
-        ),
+        helper(false),
     ]
 }
 
@@ -142,17 +143,34 @@ fn cgroups() -> Finding {
 fn security() -> Vec<Finding> {
     let active = fs_err::read_to_string("/sys/kernel/security/lsm").unwrap_or_default();
     let listed = |name: &str| active.trim().split(',').any(|module| module == name);
-    let seen = |name: &str| -> anyhow::Result<String> {
+    let seen = |name: &str, boot: &'static str| -> (anyhow::Result<String>, &'static str) {
         if active.is_empty() {
-            bail!("securityfs is not mounted on /sys/kernel/security, so the kernel does not tell");
+            return (
+                Err(anyhow!(
+                    "securityfs is not mounted on /sys/kernel/security, so the kernel does not tell"
+                )),
+                "mount it (`mount -t securityfs securityfs /sys/kernel/security`) and run this again",
+            );
         }
         if !listed(name) {
-            bail!("not among the active modules: {}", active.trim());
+            return (
+                Err(anyhow!("not among the active modules: {}", active.trim())),
+                boot,
+            );
         }
-        Ok("active".to_owned())
+        (Ok("active".to_owned()), boot)
     };
-    let apparmor = fs_err::read_to_string("/sys/module/apparmor/parameters/enabled")
+    let bpf = seen(
+        "bpf",
+        "boot with lsm=...,bpf on a kernel with CONFIG_BPF_LSM",
+    );
+    let enabled = fs_err::read_to_string("/sys/module/apparmor/parameters/enabled")
         .is_ok_and(|text| text.trim() == "Y");
+    let boot = "boot with lsm=...,apparmor";
+    let apparmor = match enabled {
+        true => (Ok("active".to_owned()), boot),
+        false => seen("apparmor", boot),
+    };
     vec![
         Finding::optional(
             "Landlock",
@@ -164,19 +182,15 @@ fn security() -> Vec<Finding> {
         ),
         Finding::optional(
             "BPF LSM",
-            seen("bpf"),
+            bpf.0,
             "sandboxes are confined by namespaces, capabilities and seccomp, as ever",
-            "boot with lsm=...,bpf on a kernel with CONFIG_BPF_LSM",
+            bpf.1,
         ),
         Finding::optional(
             "AppArmor",
-            if apparmor {
-                Ok("active".to_owned())
-            } else {
-                seen("apparmor")
-            },
+            apparmor.0,
             "sandboxes are confined by namespaces, capabilities and seccomp, as ever",
-            "boot with lsm=...,apparmor",
+            apparmor.1,
         ),
     ]
 }
@@ -188,17 +202,27 @@ fn kvm() -> anyhow::Result<String> {
     ))
 }
 
-fn helper() -> Finding {
-    Finding::optional(
-        HELPER,
-        find_helper(),
-        "only root mounts with `layerpack mount --fuse`",
-        "install fuse3",
-    )
+/// Whether users without privileges can mount. Root does without; a user cannot.
+fn helper(root: bool) -> Finding {
+    let (tried, remedy) = match find_helper() {
+        Err(error) => (
+            Err(error),
+            "have fuse3 installed: fusermount3 must belong to root and be set-uid",
+        ),
+        Ok(found) => (
+            device(root).map(|()| format!("{} mounts for everybody", found.display())),
+            OPEN_DEVICE,
+        ),
+    };
+    if root {
+        let fallback = "only root mounts with `layerpack mount --fuse`";
+        return Finding::optional(HELPER, tried, fallback, remedy);
+    }
+    Finding::new(HELPER, tried, remedy)
 }
 
-/// Where the helper is, if it can do its work.
-fn find_helper() -> anyhow::Result<String> {
+/// Where the helper is, if it is what it must be.
+fn find_helper() -> anyhow::Result<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let found: Option<PathBuf> = std::env::split_paths(&path)
         .map(|dir| dir.join(HELPER))
@@ -213,7 +237,38 @@ fn find_helper() -> anyhow::Result<String> {
             found.display()
         );
     }
-    Ok(format!("{} mounts for everybody", found.display()))
+    Ok(found)
+}
+
+/// Whether the helper, which opens the device as whoever calls it, may do so: for this user, or, as
+/// root looks at it, for everybody.
+fn device(root: bool) -> anyhow::Result<()> {
+    let metadata = fs_err::metadata(DEVICE)?;
+    if root {
+        return for_everybody(metadata.mode());
+    }
+    let both = rustix::fs::Access::READ_OK | rustix::fs::Access::WRITE_OK;
+    rustix::fs::access(DEVICE, both).map_err(|_| {
+        anyhow!(
+            "this user may not open {DEVICE} (mode {:04o}), and {HELPER} opens it as this user",
+            metadata.mode() & 0o7777
+        )
+    })
+}
+
+/// What a device's mode says of users that are neither its owner nor in its group.
+fn for_everybody(mode: u32) -> anyhow::Result<()> {
+    if mode & 0o006 == 0o006 {
+        return Ok(());
+    }
+    let who = match mode & 0o060 {
+        0o060 => "only root and its group",
+        _ => "only root",
+    };
+    bail!(
+        "{who} can open {DEVICE} (mode {:04o}), and {HELPER} opens it as whoever calls it",
+        mode & 0o7777
+    )
 }
 
 /// Whether the directory for caches can be made and written.
@@ -226,4 +281,21 @@ fn cache(context: &Context) -> anyhow::Result<String> {
     fs_err::write(&trial, b"layerpack")?;
     fs_err::remove_file(&trial)?;
     Ok(dir.display().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_that_is_not_for_everybody_is_named_with_its_mode() {
+        for mode in [0o20666, 0o666, 0o606] {
+            for_everybody(mode).unwrap();
+        }
+        let said = |mode| format!("{:#}", for_everybody(mode).unwrap_err());
+        assert!(said(0o20600).starts_with("only root can open /dev/fuse (mode 0600)"));
+        assert!(said(0o20660).starts_with("only root and its group can open"));
+        // To read is not enough.
+        assert!(said(0o20664).contains("mode 0664"));
+    }
 }
