@@ -33,7 +33,7 @@ pub use node::{
     CacheChecked, CacheStatus, CachedLayer, ErofsBacking, Evicted, GivenManifests, LayerHandle,
     LayerStatus, LearntProfile, LeaseInfo, LeaseSpec, Node, NodeConfig, NodeMetrics, NodeStatus,
     PrefetchMode, PrefetchSpec, PublishedProfile, Recorded, RecordingBegun, Stack, StoreOpener,
-    Totals,
+    Totals, is_lost,
 };
 pub use record::Touch;
 pub use trace::{TraceBatch, TraceEvent, TraceKind};

@@ -21,7 +21,7 @@ use common::{noise, publish, sample_tree};
 use layerpack_fixtures::guards::mounts_below;
 use layerpack_fixtures::treecmp::{self, Options};
 use layerpack_fixtures::{MountGuard, ScratchDir, is_root, skip, trees};
-use layerpack_layerfs::{LayerfsError, LeaseSpec, Node, NodeConfig};
+use layerpack_layerfs::{LayerfsError, LeaseSpec, Node, NodeConfig, is_lost};
 use layerpack_store::{BlobStore, FileStore, LayerStore, StoreError};
 
 /// Whether file-backed EROFS and FUSE are to be had.
@@ -501,6 +501,11 @@ fn privileged_a_restart_sweeps_and_restores() {
     assert_eq!(leases.len(), 1);
     assert_eq!(leases[0].spec.id, "live");
     assert_eq!(leases[0].stack, stack);
+    // Copies of the mounts that were there are served by nobody, until they are made anew.
+    assert!(leases[0].lost && is_lost(&root, "live"));
+    let again = node.stack_up(&store, &[layer.digest], &lease("live"));
+    assert_eq!(again.unwrap(), stack);
+    assert!(!node.leases()[0].lost && !is_lost(&root, "live"));
     let problems = node.status().problems;
     assert_eq!(problems.len(), 1, "{problems:?}");
     assert!(problems[0].contains("broken.json"));

@@ -395,6 +395,22 @@ fn data_is_given_to_who_knows_the_token_and_of_served_layers_only() {
         let answer = stranger.extents(&ask(own, true), lens, LONG);
         assert!(matches!(answer, Err(PeerError::Refused)));
     }
+    // A node with another token is told so, and says it: by a count, and by peer.
+    let wrong = PeersConfig {
+        token: Some(PeerToken::new("another-token-of-theirs").unwrap()),
+        ..peers_of(None, &all)
+    };
+    let fetcher = Fetcher::new(config());
+    let link = PeerLink::start(&wrong, "stranger", &fetcher).unwrap();
+    let link = link.unwrap();
+    let refused = PEER_FAILURES.iter().position(|kind| *kind == "refused");
+    let refused = refused.unwrap();
+    assert!(
+        wait_until(|| link.status().failures[refused] > 0 && link.list()[0].refused),
+        "{:?}",
+        link.list()
+    );
+    drop(link);
     let token = PeerToken::new("0123456789abcdef").unwrap();
     let friend = PeerClient::new(all[0], Some(token));
     assert_eq!(friend.node(LONG).unwrap(), "node0");

@@ -11,6 +11,7 @@ mod channels;
 mod connections;
 mod guards;
 mod handlers;
+mod lost;
 mod metrics;
 mod orphans;
 mod packing;

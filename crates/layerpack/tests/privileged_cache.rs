@@ -100,6 +100,14 @@ fn privileged_the_cache_keeps_to_its_limit() {
     assert!(error.contains("LAYERPACK_CACHE_MAX"), "{error}");
     node.environment.clear();
     assert_eq!(node.json(["cache", "du"])["max_bytes"].as_u64(), None);
+    // A cache that cannot be opened is no cache that is good.
+    fs_err::remove_file(&data).unwrap();
+    fs_err::create_dir(&data).unwrap();
+    let output = node.run(["cache", "verify"]);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    let remedy = format!("delete the directory {}", data.parent().unwrap().display());
+    assert!(error.contains(&remedy), "{error}");
 }
 
 #[test]

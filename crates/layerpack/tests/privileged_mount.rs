@@ -4,6 +4,7 @@
 
 mod support;
 
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -57,6 +58,15 @@ fn privileged_a_mount_equals_its_source() {
     node.ok(["umount", text(&point)]);
     drop(guard);
     assert!(fs_err::read_dir(&point).unwrap().next().is_none());
+    // What cannot be written into records is refused for that reason.
+    let odd = node
+        .scratch
+        .join("mnt")
+        .join(std::ffi::OsStr::from_bytes(b"\xff"));
+    fs_err::create_dir(&odd).unwrap();
+    let arguments = ["mount", "base/tree:1"].map(std::ffi::OsStr::new);
+    let error = node.fails(1, arguments.into_iter().chain([odd.as_os_str()]));
+    assert!(error.contains("is not UTF-8"), "{error}");
     node.ok(["daemon", "stop"]);
     assert_eq!(mounts(&node), Vec::<PathBuf>::new());
     assert_eq!(processes(&node), Vec::<String>::new());
@@ -335,6 +345,40 @@ fn privileged_a_killed_daemon_costs_nothing_and_without_holder_errors_never_zero
         .collect();
     assert!(!unread.is_empty());
 
+    // The next daemon says which mount that is, whatever becomes of that daemon.
+    let other = mount_point(&node, "other");
+    node.ok(["mount", "base/killed:1", text(&other)]);
+    let served = MountGuard::new(&other);
+    let lost = |on: &Path| -> (bool, bool) {
+        let text = node.ok(["-o", "json", "daemon", "status"]);
+        let status: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let problems = status["node"]["problems"].as_array().unwrap();
+        let problem = format!("the mount on {} is on layers", on.display());
+        let listed = problems
+            .iter()
+            .any(|line| line.as_str().unwrap().starts_with(&problem));
+        let top = node.ok(["-o", "json", "top", "--once", "--interval", "1s"]);
+        let top: serde_json::Value = serde_json::from_str(&top).unwrap();
+        let mounts = top["mounts"].as_array().unwrap();
+        let row = mounts.iter().find(|row| row["on"] == on.to_str().unwrap());
+        (listed, row.unwrap()["lost"] == true)
+    };
+    assert_eq!(lost(&point), (true, true));
+    assert_eq!(lost(&other), (false, false));
+    kill(node.daemon_pid().unwrap(), "KILL");
+    assert_eq!(lost(&point), (true, true));
+    assert!(node.ok(["daemon", "status"]).contains(" lost"));
+    node.ok(["umount", text(&other)]);
+    drop(served);
+    node.ok(["umount", text(&point)]);
+    drop(guard);
+    let status = node.ok(["-o", "json", "daemon", "status"]);
+    assert!(!status.contains("is on layers"), "{status}");
+    node.ok(["mount", "base/killed:1", text(&point)]);
+    let guard = MountGuard::new(&point);
+    assert_eq!(lost(&point), (false, false));
+    node.kill_all();
+
     // Without the daemon: unmount works and leaves no record.
     node.ok(["umount", text(&point)]);
     drop(guard);
@@ -355,8 +399,11 @@ fn privileged_a_killed_daemon_costs_nothing_and_without_holder_errors_never_zero
             "file-{i:02}"
         );
     }
-    node.ok(["umount", text(&point)]);
+    // What cannot be unmounted keeps nothing else mounted.
+    let error = node.fails(1, ["umount", "/no/such/place", text(&point)]);
+    assert!(error.contains("/no/such/place"), "{error}");
     drop(guard);
+    assert!(!mounts(&node).contains(&point));
     node.ok(["daemon", "stop"]);
     assert_eq!(mounts(&node), Vec::<PathBuf>::new());
 }
@@ -430,6 +477,35 @@ fn privileged_a_daemon_in_use_does_not_stop() {
     );
     let error = node.fails(1, ["umount", text(&point)]);
     assert!(error.contains("nothing is mounted"), "{error}");
+}
+
+#[test]
+fn privileged_two_mounts_of_one_directory_are_one() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = Node::new("twice");
+    let source = node.scratch.mkdir("tree").unwrap();
+    fs_err::write(source.join("file"), "x").unwrap();
+    node.build("base/b:1", &source, &[]);
+    let point = mount_point(&node, "mnt");
+    let times = || {
+        let mounts = layerpack_sys::mountinfo::read().unwrap();
+        mounts.iter().filter(|entry| entry.target == point).count()
+    };
+    for round in 0..6 {
+        let good = std::thread::scope(|scope| {
+            let mount = || scope.spawn(|| node.run(["mount", "base/b:1", text(&point)]));
+            let both = [mount(), mount()];
+            let good = both.map(|one| one.join().unwrap().status.success());
+            good.iter().filter(|good| **good).count()
+        });
+        let _guard = MountGuard::new(&point);
+        assert_eq!((good, times()), (1, 1), "round {round}");
+        node.ok(["umount", text(&point)]);
+        assert_eq!(times(), 0, "round {round}");
+    }
+    node.ok(["daemon", "stop"]);
 }
 
 #[test]

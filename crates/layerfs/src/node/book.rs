@@ -50,6 +50,7 @@ impl Body {
 struct Held {
     spec: LeaseSpec,
     life: Life,
+    lost: bool,
     body: Arc<Body>,
 }
 
@@ -85,6 +86,7 @@ impl Book {
             manifests,
             store,
             stack,
+            lost,
         } = info;
         let places: HashMap<PathBuf, u32> = (0_u32..)
             .zip(&stack.layers)
@@ -111,7 +113,12 @@ impl Book {
             *self.others.entry(path.to_owned()).or_default() += 1;
         }
         let id = spec.id.clone();
-        let held = Held { spec, life, body };
+        let held = Held {
+            spec,
+            life,
+            lost,
+            body,
+        };
         // The new one is counted before the old one is not.
         if let Some(before) = self.by_id.insert(id, held) {
             self.forget(before.body);
@@ -192,7 +199,13 @@ impl Book {
                 lease: held.spec.id.clone(),
                 layers: body.layers.to_vec(),
             },
+            lost: held.lost,
         }
+    }
+
+    /// How many leases are lost.
+    pub(super) fn lost(&self) -> usize {
+        self.by_id.values().filter(|held| held.lost).count()
     }
 
     /// The lease as it is stored.
@@ -267,6 +280,7 @@ mod tests {
                 lease: id.to_owned(),
                 layers,
             },
+            lost: false,
         };
         Record::new(info, "boot")
     }
@@ -295,7 +309,14 @@ mod tests {
         let again = record(&book, "two", &[3], None);
         book.insert(again);
         assert_eq!([1, 2, 3].map(|n| book.count(layer(n))), [1, 2, 2]);
+        assert_eq!(book.lost(), 0);
+        let mut marked = book.record("one").unwrap();
+        marked.info.lost = true;
+        book.insert(marked);
+        assert_eq!(book.lost(), 1);
+        assert!(book.get("one").is_some_and(|info| info.lost));
         assert_eq!(book.remove("one"), Some(vec![layer(1)]));
+        assert_eq!(book.lost(), 0);
         assert_eq!(book.remove("one"), None);
         assert!(!book.holds(Path::new("/stacks/x/mnt")));
         assert_eq!(book.len(), 2);

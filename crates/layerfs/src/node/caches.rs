@@ -86,6 +86,26 @@ pub struct CacheChecked {
     pub stuck: u64,
     /// Why nothing could be checked; it is all fetched or checked again before it is used.
     pub unchecked: Option<String>,
+    /// The cache cannot be opened, so the layer cannot be mounted either until its directory, which
+    /// `unchecked` names, is deleted.
+    #[serde(default)]
+    pub unusable: bool,
+}
+
+/// Why a cache that nobody serves from cannot be looked at.
+struct Unchecked {
+    why: String,
+    /// As [`CacheChecked::unusable`].
+    unusable: bool,
+}
+
+impl From<&str> for Unchecked {
+    fn from(why: &str) -> Self {
+        Self {
+            why: why.to_owned(),
+            unusable: false,
+        }
+    }
 }
 
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -406,9 +426,9 @@ impl Node {
             .into_iter()
             .map(|layer| {
                 let manifest = known.get(&layer);
-                let (found, unchecked) = match self.verify_one(layer, manifest)? {
-                    Ok(found) => (found, None),
-                    Err(why) => (Checked::default(), Some(why)),
+                let (found, unchecked, unusable) = match self.verify_one(layer, manifest)? {
+                    Ok(found) => (found, None, false),
+                    Err(Unchecked { why, unusable }) => (Checked::default(), Some(why), unusable),
                 };
                 Ok(CacheChecked {
                     layer_id: layer,
@@ -418,6 +438,7 @@ impl Node {
                     damaged: found.damaged,
                     stuck: found.stuck,
                     unchecked,
+                    unusable,
                 })
             })
             .collect()
@@ -428,7 +449,7 @@ impl Node {
         &self,
         layer: LayerId,
         manifest: Option<&Manifest>,
-    ) -> Result<Result<Checked, String>> {
+    ) -> Result<Result<Checked, Unchecked>> {
         let slot = self.slot(layer);
         // Nobody brings the layer up while its cache is open here.
         let up = slot.lock();
@@ -437,9 +458,8 @@ impl Node {
             return Ok(Ok(blob.verify_cache()?));
         }
         if self.registry.get(layer).is_some() {
-            return Ok(Err(
-                "it was taken over from another process and cannot be opened".to_owned(),
-            ));
+            let why = "it was taken over from another process and cannot be opened";
+            return Ok(Err(Unchecked::from(why)));
         }
         match self.open_cold(layer, manifest) {
             Ok(Some(blob)) => Ok(Ok(blob.verify_cache()?)),
@@ -454,11 +474,11 @@ impl Node {
         &self,
         layer: LayerId,
         manifest: Option<&Manifest>,
-    ) -> Result<Option<Arc<Blob>>, String> {
+    ) -> Result<Option<Arc<Blob>>, Unchecked> {
         let manifest = manifest.ok_or("the node does not know its manifest")?;
         let dir = self.cache_dir(layer);
         if read_verified(&dir.join(META), &manifest.meta).is_none() {
-            return Err("its metadata is missing or damaged".to_owned());
+            return Err(Unchecked::from("its metadata is missing or damaged"));
         }
         let map = read_verified(&dir.join(MAP), &manifest.map)
             .and_then(|bytes| LayerMap::parse(&bytes).ok())
@@ -477,7 +497,13 @@ impl Node {
             map.extents().len() as u64,
             self.boot,
         )
-        .map_err(|e| e.to_string())?;
+        .map_err(|error| Unchecked {
+            why: format!(
+                "{error}: delete the directory {} while nothing of the layer is mounted",
+                dir.display()
+            ),
+            unusable: true,
+        })?;
         let parts = BlobParts {
             manifest: manifest.clone(),
             map,

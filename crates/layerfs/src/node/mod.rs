@@ -30,6 +30,7 @@ mod layer;
 mod learn;
 mod lease;
 mod lock;
+mod lost;
 mod prefetch;
 mod recording;
 mod registry;
@@ -78,6 +79,7 @@ pub use backing::ErofsBacking;
 pub use caches::{CacheChecked, CacheStatus, CachedLayer, Evicted};
 pub use given::GivenManifests;
 pub use learn::{LearntProfile, PublishedProfile};
+pub use lost::is_lost;
 pub(crate) use prefetch::Task as PrefetchTask;
 pub use prefetch::{PrefetchMode, PrefetchSpec};
 pub use recording::{Recorded, RecordingBegun};
@@ -382,9 +384,11 @@ impl Node {
                 continue;
             }
             self.leases.lock().insert(record.clone());
-            if let Err(e) = self.restore_lease(&record) {
+            let restored = self.restore_lease(&record);
+            if let Err(e) = &restored {
                 self.problem(format!("lease {id} cannot be served: {e}"));
             }
+            self.mark_lost(record, restored.is_ok());
         }
         Ok(())
     }

@@ -76,13 +76,15 @@ impl Node {
                 what: "a stack needs at least one layer".to_owned(),
             });
         }
-        if let Some(info) = self.leases.lock().get(&lease.id) {
+        let known = self.leases.lock().get(&lease.id);
+        if let Some(info) = known {
             if info.manifests != manifests {
                 return Err(LayerfsError::LeaseTaken {
                     id: lease.id.clone(),
                 });
             }
             if !info.stack.lowers.is_empty() {
+                self.unmark_lost(&lease.id)?;
                 return Ok(info.stack);
             }
         }
@@ -98,6 +100,7 @@ impl Node {
                 lease: lease.id.clone(),
                 layers: candidates.iter().map(Candidate::layer).collect(),
             },
+            lost: false,
         };
         // Held before the layers come up, so that nobody takes them down in between.
         self.leases

@@ -32,7 +32,7 @@ pub struct NodeMetrics {
     pub layers_served: u64,
     /// Leases held now.
     pub leases: u64,
-    /// Problems listed in the status now.
+    /// Problems listed in the status now, with lost leases.
     pub problems: u64,
 }
 
@@ -108,6 +108,17 @@ impl Node {
             fetched_raw_bytes: sum(|l| l.fetched_raw_bytes),
             requests: sum(|l| l.requests),
             written_bytes: meta_fetched + sum(|l| l.written_bytes),
+            frames: sum(|l| l.frames),
+            from_peers_bytes: sum(|l| l.from_peers_bytes),
+            copied_bytes: sum(|l| l.copied_bytes),
+            reads: sum(|l| l.reads),
+            misses: sum(|l| l.misses),
+            waiting: sum(|l| l.waiting),
+            passed_through_bytes: sum(|l| l.passed_through_bytes),
+            evicted_bytes: sum(|l| l.evicted_bytes),
+            prefetched_bytes: sum(|l| l.prefetched_bytes),
+            prefetch_used_bytes: sum(|l| l.prefetch_used_bytes),
+            prefetch_wasted_bytes: sum(|l| l.prefetch_wasted_bytes),
             served_bytes: sum(|l| l.served_bytes),
             errors: sum(|l| l.errors),
             inflight_bytes: self.fetcher.inflight_bytes(),
@@ -117,16 +128,24 @@ impl Node {
             cache_max_bytes: space.max.unwrap_or(0),
             evictions: space.evictions,
         };
+        let peers = self
+            .peers
+            .lock()
+            .as_ref()
+            .map_or_else(Vec::new, PeerLink::list);
+        let mut problems = self.problems.lock().clone();
+        problems.extend(peers.iter().filter(|peer| peer.refused).map(|peer| {
+            format!(
+                "peer {} refuses this node's token: give all peers the same",
+                peer.address
+            )
+        }));
         NodeStatus {
             root: self.root.clone(),
             layers,
             totals,
-            problems: self.problems.lock().clone(),
-            peers: self
-                .peers
-                .lock()
-                .as_ref()
-                .map_or_else(Vec::new, PeerLink::list),
+            problems,
+            peers,
             swept: self.swept.lock().clone(),
         }
     }
@@ -134,21 +153,26 @@ impl Node {
     /// What the node did since it started, for monitoring.
     #[must_use]
     pub fn metrics(&self) -> NodeMetrics {
+        let link = self.peers.lock();
+        let peers = link
+            .as_ref()
+            .map_or_else(PeerStatus::default, PeerLink::status);
+        let refused = link.as_ref().map_or(0, |link| {
+            link.list().iter().filter(|peer| peer.refused).count()
+        });
+        drop(link);
+        let lost = self.leases.lock().lost();
         NodeMetrics {
             meter: self.fetcher.meter(),
             space: self.fetcher.space(),
             meta_fetched: self.meta_fetched.load(Ordering::Relaxed),
             fuse_requests: self.session.lock().as_ref().map_or(0, |s| s.requests()),
-            peers: self
-                .peers
-                .lock()
-                .as_ref()
-                .map_or_else(PeerStatus::default, PeerLink::status),
+            peers,
             rss: resident_bytes(),
             learnt: self.learner.learnt.count(),
             layers_served: self.registry.entries().len() as u64,
             leases: self.leases.lock().len() as u64,
-            problems: self.problems.lock().len() as u64,
+            problems: (self.problems.lock().len() + lost + refused) as u64,
         }
     }
 
@@ -170,6 +194,7 @@ impl Node {
             meta_bytes: manifest.meta.size,
             data_bytes: manifest.data_size,
             cached_bytes: 0,
+            whole: false,
             fetched_bytes: 0,
             fetched_raw_bytes: 0,
             requests: 0,
@@ -198,6 +223,7 @@ impl Node {
         };
         let counters = &blob.counters;
         status.cached_bytes = counters.cached.load(Ordering::Relaxed);
+        status.whole = blob.cache().is_whole();
         status.fetched_bytes = counters.fetched_stored.load(Ordering::Relaxed);
         status.fetched_raw_bytes = counters.fetched_raw.load(Ordering::Relaxed);
         status.requests = counters.requests.load(Ordering::Relaxed);

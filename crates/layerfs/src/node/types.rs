@@ -129,6 +129,10 @@ pub struct LeaseInfo {
     pub store: String,
     /// What was given out for it.
     pub stack: Stack,
+    /// What was mounted of it was served by a process that died with its holder: reads of what the
+    /// kernel had not cached then fail. Until it is released, or asked for again.
+    #[serde(default)]
+    pub lost: bool,
 }
 
 /// State of one layer on the node. Counters start with the node; sizes are in bytes.
@@ -152,6 +156,10 @@ pub struct LayerStatus {
     pub data_bytes: u64,
     /// Bytes of data in the node's cache.
     pub cached_bytes: u64,
+    /// All of its data is in the cache: the kernel may read it there by itself, and such reads are
+    /// counted nowhere.
+    #[serde(default)]
+    pub whole: bool,
     /// Bytes fetched from the store for data, as stored (compressed).
     pub fetched_bytes: u64,
     /// The same, after decompression.
@@ -198,7 +206,7 @@ pub struct LayerStatus {
     pub prefetch_wasted_bytes: u64,
 }
 
-/// Sums over all layers.
+/// Sums over the layers listed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Totals {
     /// Layers mounted.
@@ -219,6 +227,39 @@ pub struct Totals {
     pub requests: u64,
     /// Bytes written to the cache, metadata included.
     pub written_bytes: u64,
+    /// Frames fetched.
+    #[serde(default)]
+    pub frames: u64,
+    /// Bytes of data that peers gave, uncompressed.
+    #[serde(default)]
+    pub from_peers_bytes: u64,
+    /// Bytes of data that other layers of the node had, uncompressed.
+    #[serde(default)]
+    pub copied_bytes: u64,
+    /// Reads answered.
+    #[serde(default)]
+    pub reads: u64,
+    /// Of these, reads that had to wait for the store.
+    #[serde(default)]
+    pub misses: u64,
+    /// Reads that wait for a fetch now.
+    #[serde(default)]
+    pub waiting: u64,
+    /// Bytes given to the kernel that the cache could not take.
+    #[serde(default)]
+    pub passed_through_bytes: u64,
+    /// Bytes of data evicted from the cache.
+    #[serde(default)]
+    pub evicted_bytes: u64,
+    /// Bytes fetched before they were asked for.
+    #[serde(default)]
+    pub prefetched_bytes: u64,
+    /// Of these, bytes that were read afterwards.
+    #[serde(default)]
+    pub prefetch_used_bytes: u64,
+    /// Of these, bytes that were evicted unread.
+    #[serde(default)]
+    pub prefetch_wasted_bytes: u64,
     /// Bytes given to the kernel.
     pub served_bytes: u64,
     /// Reads that failed.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use layerpack_store::peer::{PeerClient, PeerError, PeerSource, PeerToken};
 use layerpack_store::{Hasher, LayerId};
 
-use super::{PeerInfo, PeerMeter, PeerStatus, PeersConfig};
+use super::{PeerInfo, PeerMeter, PeerStatus, PeersConfig, REFUSED};
 use crate::sync::{AtomicU64, Condvar, Mutex, Ordering, RwLock};
 
 /// Bytes of a layer's data that have one home.
@@ -38,6 +38,8 @@ struct State {
     node: Option<String>,
     /// Failures in a row.
     failures: u32,
+    /// It did not take the token when it was asked last.
+    refused: bool,
     aside: Option<Instant>,
     lacks: HashMap<LayerId, Instant>,
 }
@@ -104,6 +106,11 @@ impl Member {
         self.state.lock().failures = 0;
     }
 
+    /// Whether its answer was that the token is wrong.
+    pub(crate) fn note_refused(&self, refused: bool) {
+        self.state.lock().refused = refused;
+    }
+
     /// Its identity, if it may be asked, for this layer if one is given.
     fn usable(&self, layer: Option<&LayerId>) -> Option<String> {
         let state = self.state.lock();
@@ -118,7 +125,7 @@ impl Member {
     }
 
     /// Asks it who it is if that is not known, or it was put aside long enough.
-    fn look_after(&self) {
+    fn look_after(&self, meter: &PeerMeter) {
         {
             let state = self.state.lock();
             let due = match state.aside {
@@ -134,12 +141,18 @@ impl Member {
                 let mut state = self.state.lock();
                 state.node = Some(node);
                 state.aside = None;
+                state.refused = false;
             }
             Err(error) => {
-                if matches!(error, PeerError::Refused) && self.state.lock().failures == 0 {
-                    tracing::warn!(peer = %self.client.address(),
-                        "the peer refuses this node's token: give all peers the same");
+                let refused = matches!(error, PeerError::Refused);
+                if refused {
+                    meter.fail(REFUSED);
+                    if !self.state.lock().refused {
+                        tracing::warn!(peer = %self.client.address(),
+                            "the peer refuses this node's token: give all peers the same");
+                    }
                 }
+                self.note_refused(refused);
                 tracing::debug!(peer = %self.client.address(), error = %error, "no answer");
                 self.put_aside_up_to(ABSENT);
             }
@@ -158,7 +171,7 @@ pub(crate) struct Peers {
     sources: Vec<PeerSource>,
     token: Option<PeerToken>,
     members: RwLock<Vec<Arc<Member>>>,
-    pub(crate) meter: PeerMeter,
+    pub(crate) meter: Arc<PeerMeter>,
     end: Arc<(Mutex<bool>, Condvar)>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -172,7 +185,7 @@ impl Peers {
             sources: config.sources.clone(),
             token: config.token.clone(),
             members: RwLock::new(Vec::new()),
-            meter: PeerMeter::default(),
+            meter: Arc::default(),
             end: Arc::default(),
             thread: Mutex::new(None),
         });
@@ -194,12 +207,13 @@ impl Peers {
                         resolved = peers.resolve().then(Instant::now);
                     }
                     let members = peers.members.read().clone();
+                    let meter = Arc::clone(&peers.meter);
                     drop(peers);
                     for member in &members {
                         if *end.0.lock() {
                             return;
                         }
-                        member.look_after();
+                        member.look_after(&meter);
                     }
                     let ended = end.0.lock();
                     if *ended || *end.1.wait_timeout(ended, ROUND) {
@@ -281,6 +295,7 @@ impl Peers {
                     node: state.node.clone(),
                     used: node.is_some_and(|node| node != self.name),
                     failures: state.failures,
+                    refused: state.refused,
                 }
             })
             .collect()

@@ -65,6 +65,7 @@ fn kind(error: &PeerError) -> usize {
     }
 }
 const BUSY: usize = 1;
+const REFUSED: usize = 2;
 const DAMAGED: usize = 5;
 
 /// Counters. Bytes, or plain numbers.
@@ -113,6 +114,9 @@ pub struct PeerInfo {
     pub used: bool,
     /// Failures in a row.
     pub failures: u32,
+    /// It does not take this node's token.
+    #[serde(default)]
+    pub refused: bool,
 }
 
 /// Both sides of it for one node; ends when it is dropped.
@@ -231,6 +235,7 @@ impl Peers {
             Ok(answer) => Asked::Got(answer),
             Err(error) => {
                 self.meter.fail(kind(&error));
+                member.note_refused(matches!(error, PeerError::Refused));
                 match &error {
                     PeerError::Absent => member.lacks(&ask.layer),
                     PeerError::Busy => {}

@@ -225,6 +225,17 @@ fn verify(context: &Context, client: &Client, status: &CacheStatus, given: &[Str
         }
         table.write(out)
     })?;
+    let unusable: Vec<&str> = (checked.layers.iter().filter(|layer| layer.unusable))
+        .filter_map(|layer| layer.unchecked.as_deref())
+        .collect();
+    if !unusable.is_empty() {
+        return Err(anyhow::anyhow!(
+            "{} of these layers cannot be opened: {}",
+            unusable.len(),
+            unusable.join("; ")
+        )
+        .into());
+    }
     let stuck: u64 = checked.layers.iter().map(|layer| layer.stuck).sum();
     if stuck > 0 {
         return Err(anyhow::anyhow!(

@@ -92,6 +92,9 @@ fn serve(
     }
     let settings = Settings::load(given)?;
     prepare_root(context.root())?;
+    if !detached && super::watched::hand_over(context)? {
+        return Ok(ExitCode::SUCCESS);
+    }
     if detached {
         // Fails only for a process group leader, which a child that was just started is not.
         let _ = rustix::process::setsid();
@@ -445,13 +448,14 @@ fn describe(out: &mut dyn Write, status: &api::Status) -> io::Result<()> {
     }
     if !status.leases.is_empty() {
         writeln!(out)?;
-        let mut table = Table::new(&["LEASE", "OWNER", "ON", "LAYERS"]);
+        let mut table = Table::new(&["LEASE", "OWNER", "ON", "LAYERS", "STATE"]);
         for lease in &status.leases {
             table.row([
                 lease.spec.id.clone(),
                 lease.spec.owner.clone(),
                 holder(&daemon.root, &lease.spec),
                 lease.manifests.len().to_string(),
+                if lease.lost { "lost" } else { "served" }.to_owned(),
             ]);
         }
         table.write(out)?;

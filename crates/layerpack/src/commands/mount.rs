@@ -106,6 +106,12 @@ pub(super) fn mount_point(dir: &Path) -> anyhow::Result<PathBuf> {
     if !directory.is_dir() {
         bail!("the mount point {} is not a directory", directory.display());
     }
+    if directory.to_str().is_none() {
+        bail!(
+            "the mount point {} is not UTF-8, and layerpack's records and answers are: mount on a directory with another name (a bind mount can show it there, too)",
+            directory.display()
+        );
+    }
     Ok(directory)
 }
 

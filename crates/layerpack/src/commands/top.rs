@@ -44,6 +44,8 @@ struct Row {
     owner: String,
     on: String,
     layers: usize,
+    /// Its layers were served by a daemon that died with its holder; the rates are not its.
+    lost: bool,
     #[serde(flatten)]
     rates: Rates,
 }
@@ -136,6 +138,7 @@ fn view(status: &Status, before: &BTreeMap<LayerId, Counts>, interval: Duration)
                 owner: lease.spec.owner.clone(),
                 on: holder(&status.daemon.root, &lease.spec),
                 layers: lease.stack.layers.len(),
+                lost: lease.lost,
                 rates: rates(status.node.layers.iter().filter(own), before, interval),
             }
         })
@@ -248,9 +251,17 @@ fn draw(out: &mut dyn Write, view: &View) -> io::Result<()> {
     };
     row("all layers", view.layers, &view.total);
     for mount in &view.mounts {
-        row(&mount.on, mount.layers, &mount.rates);
+        let mark = if mount.lost { " (lost)" } else { "" };
+        row(&format!("{}{mark}", mount.on), mount.layers, &mount.rates);
     }
-    table.write(out)
+    table.write(out)?;
+    if view.mounts.iter().any(|mount| mount.lost) {
+        writeln!(
+            out,
+            "lost: on layers of a daemon that died with its holder (`layerpack daemon status` says what to do)"
+        )?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -127,6 +127,7 @@ fn watch(
             args.target
         ));
     }
+    tell_of_whole(context, status, begun, &layers);
     let end = args.time.map(|time| Instant::now() + time.0);
     let mut looked = Instant::now();
     loop {
@@ -193,6 +194,26 @@ fn watch(
                 return Ok(());
             }
         }
+    }
+}
+
+/// Says which layers are in the cache as a whole: what is read of them may not be seen here.
+fn tell_of_whole(context: &Context, status: &Status, begun: &TraceBegun, layers: &[Layer]) {
+    if context.quiet {
+        return;
+    }
+    let whole: Vec<&str> = (begun.layers.iter().zip(layers))
+        .filter(|(id, _)| {
+            (status.node.layers.iter()).any(|known| known.layer_id == **id && known.whole)
+        })
+        .map(|(_, layer)| layer.name.as_str())
+        .collect();
+    if !whole.is_empty() {
+        note(&format!(
+            "{} {} all in this node's cache: the kernel may read that by itself, without the daemon, and such reads are not shown",
+            whole.join(", "),
+            if whole.len() == 1 { "is" } else { "are" },
+        ));
     }
 }
 

@@ -19,7 +19,7 @@ use layerpack_store::{Digest, LayerStore, StoreError, at_once};
 use tokio::sync::Notify;
 
 use super::channels::Channels;
-use super::{guards, prune};
+use super::{guards, lost, prune};
 use crate::api;
 use crate::failure::one_line;
 use crate::holder::Worker;
@@ -191,12 +191,15 @@ pub(super) async fn info(State(server): State<Arc<Server>>) -> Json<api::Info> {
     Json(server.info())
 }
 
+        let leases = server.node.leases();
+        let mut node = server.node.status();
+        node.problems.extend(lost::lines(server.root(), &leases));
 pub(super) async fn status(State(server): State<Arc<Server>>) -> Reply<api::Status> {
     blocking(move || {
         Ok(api::Status {
             daemon: server.info(),
-            node: server.node.status(),
-            leases: server.node.leases(),
+            node,
+            leases,
         })
     })
     .await

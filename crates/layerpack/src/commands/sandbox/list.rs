@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use layerpack_layerfs::is_lost;
 use layerpack_runtime::{Sandbox, SandboxState};
 use serde::Serialize;
 
@@ -29,6 +30,9 @@ struct Row {
     upper: String,
     /// It belongs to a `layerpack run` that is under way.
     one_shot: bool,
+    /// Its layers were served by a daemon that died with its holder: what is not cached of them
+    /// cannot be read.
+    lost: bool,
 }
 
 pub(super) fn run(context: &Context) -> Outcome {
@@ -37,7 +41,11 @@ pub(super) fn run(context: &Context) -> Outcome {
         sandboxes(context.root())?
             .list()?
             .into_iter()
-            .map(Row::from)
+            .map(|sandbox| {
+                let mut row = Row::from(sandbox);
+                row.lost = row.state != "dead" && is_lost(context.root(), &row.id);
+                row
+            })
             .collect()
     } else {
         Vec::new()
@@ -51,13 +59,23 @@ pub(super) fn run(context: &Context) -> Outcome {
             table.row([
                 row.id.clone(),
                 row.name.clone().unwrap_or_default(),
-                row.state.to_owned(),
+                match row.lost {
+                    true => format!("{}, lost", row.state),
+                    false => row.state.to_owned(),
+                },
                 row.pid.map(|pid| pid.to_string()).unwrap_or_default(),
                 human_age(now.saturating_sub(row.created)),
                 row.stack.join(" "),
             ]);
         }
-        table.write(out)
+        table.write(out)?;
+        if rows.iter().any(|row| row.lost) {
+            writeln!(
+                out,
+                "lost: on layers of a daemon that died with its holder (`layerpack daemon status` says what to do)"
+            )?;
+        }
+        Ok(())
     })?;
     Ok(ExitCode::SUCCESS)
 }
@@ -85,6 +103,7 @@ impl From<Sandbox> for Row {
                 .map_or(0, |d| d.as_secs()),
             upper: sandbox.upper.display().to_string(),
             one_shot: sandbox.one_shot,
+            lost: false,
         }
     }
 }
