@@ -249,6 +249,29 @@ fn a_hanging_store_costs_readers_their_timeout_only() {
 }
 
 #[test]
+fn a_request_that_hangs_for_ever_is_asked_anew() {
+    let f = fixture(mem());
+    let gauge = Gauge::new(f.blobs.clone());
+    gauge.set_shut(true);
+    let limits = FetchConfig {
+        read_timeout: Duration::from_millis(100),
+        threads: 2,
+        ..config()
+    };
+    let blob = f.blob(gauge.clone(), &f.scratch.join("c"), limits);
+    let error = read(&blob, &f.data, 0, 100).unwrap_err();
+    assert_eq!(error.errno(), Errno::TIMEDOUT);
+    // The store is well again, but what hangs goes on hanging: nobody tells it.
+    gauge.shut.store(false, Ordering::SeqCst);
+    let end = std::time::Instant::now() + LONG;
+    while read(&blob, &f.data, 0, 100).is_err() {
+        assert!(std::time::Instant::now() < end, "never recovers");
+    }
+    assert!(gauge.ranges.load(Ordering::SeqCst) > 1);
+    gauge.set_shut(false);
+}
+
+#[test]
 fn a_store_that_is_away_fails_reads_or_is_waited_for() {
     let f = fixture(mem());
     let gauge = Gauge::new(f.blobs.clone());

@@ -35,6 +35,7 @@ mod transfer;
 mod umount;
 mod verify;
 mod verify_all;
+mod watched;
 
 use std::process::ExitCode;
 

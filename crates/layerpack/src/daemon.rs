@@ -70,6 +70,7 @@ pub(crate) fn run(
     config.fill_bytes_per_second = settings.fill_rate;
     config.erofs = settings.erofs;
     settings.node.apply(&mut config);
+    config.open_store = crate::stores::opener(config.fetch.read_timeout);
     let keeper = worker.as_ref().map(Worker::keeper);
     let node = layerpack_layerfs::Node::start_with(config, &mut sets, keeper)?;
     let took_over = node.took_over();

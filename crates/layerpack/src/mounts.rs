@@ -3,9 +3,11 @@
 //!
 //! `ROOT/mounts/<lease>/` holds `record.json` and, for `--rw`, the overlay's `upper` and `work`.
 //! The directory's creation is the claim on a mount point: two `mount` of one place cannot both
-//! get it. It is removed last of all.
+//! get it. Who works on a place holds a lock on its directory, so that a record without a mount is
+//! known for one that was left behind, or for one whose mount is on its way. It is removed last of all.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
@@ -13,6 +15,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use layerpack_store::Digest;
+use rustix::fs::{FlockOperation, Mode, OFlags, flock};
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 /// Version of `record.json`.
@@ -28,6 +32,12 @@ pub(crate) struct Record {
     pub(crate) layers: Vec<String>,
     /// Whether changes are possible.
     pub(crate) writable: bool,
+}
+
+/// Says that somebody works on a place; ends with its process at the latest.
+#[derive(Debug)]
+pub(crate) struct Busy {
+    _lock: OwnedFd,
 }
 
 /// The node's directory for one mount point.
@@ -85,7 +95,7 @@ impl Place {
         directory: &Path,
         layers: Vec<String>,
         writable: bool,
-    ) -> anyhow::Result<()> {
+    ) -> anyhow::Result<Busy> {
         if let Some(parent) = self.path.parent() {
             fs_err::create_dir_all(parent)?;
         }
@@ -93,6 +103,8 @@ impl Place {
             .mode(0o700)
             .create(&self.path)
             .with_context(|| format!("cannot create {}", self.path.display()))?;
+        // Before the record: who finds one without a lock, and no mount, may take the place.
+        let busy = self.lock()?.context("another process took it")?;
         let record = Record {
             format: FORMAT,
             directory: directory.to_owned(),
@@ -103,7 +115,31 @@ impl Place {
         if written.is_err() {
             let _ = self.remove();
         }
-        written
+        written.map(|()| busy)
+    }
+
+    /// Takes the lock of a place that is claimed; `None` if somebody works on it, or has just removed
+    /// it.
+    ///
+    /// # Errors
+    /// If its directory cannot be opened or locked.
+    pub(crate) fn lock(&self) -> anyhow::Result<Option<Busy>> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let what = || format!("cannot lock {}", self.path.display());
+        let lock = match rustix::fs::open(&self.path, flags, Mode::empty()) {
+            Err(Errno::NOENT) => return Ok(None),
+            opened => opened.with_context(what)?,
+        };
+        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK) => return Ok(None),
+            locked => locked.with_context(what)?,
+        }
+        // Who had the lock before may have removed the directory.
+        let ours = rustix::fs::fstat(&lock).with_context(what)?;
+        let there = rustix::fs::stat(&self.path).ok();
+        let same =
+            there.is_some_and(|there| (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino));
+        Ok(same.then_some(Busy { _lock: lock }))
     }
 
     fn fill(&self, record: &Record) -> anyhow::Result<()> {
@@ -164,9 +200,11 @@ mod tests {
         let place = Place::of(root.path(), directory);
         assert!(crate::api::valid_lease(place.lease()));
         assert_eq!(place.record().unwrap(), None);
-        place
+        assert!(place.lock().unwrap().is_none());
+        let busy = place
             .claim(directory, vec!["base/a:1".into()], true)
             .unwrap();
+        assert!(place.lock().unwrap().is_none(), "a mount is on its way");
         let again = place
             .claim(directory, vec!["base/b:1".into()], true)
             .unwrap_err();
@@ -174,6 +212,15 @@ mod tests {
         let record = place.record().unwrap().unwrap();
         assert_eq!(record.layers, ["base/a:1"]);
         assert!(place.upper_and_work().0.is_dir());
+        drop(busy);
+        let left = place.lock().unwrap().unwrap();
+        place.remove().unwrap();
+        // A directory that is not that of the lock any more.
+        place
+            .claim(directory, vec!["base/a:1".into()], false)
+            .unwrap();
+        drop(left);
+        assert!(place.lock().unwrap().is_some());
         place.remove().unwrap();
         place.remove().unwrap();
         assert_eq!(place.record().unwrap(), None);

@@ -2,9 +2,11 @@
 //! environment adds for all remote stores.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use layerpack_store::{BlobStore, OpenOptions, ReadCacheOptions, open};
+use layerpack_layerfs::StoreOpener;
+use layerpack_store::{BlobStore, LayerStore, OpenOptions, ReadCacheOptions, StoreError, open};
 
 use crate::registries;
 
@@ -21,8 +23,44 @@ pub(crate) fn open_store(
     url: &str,
     cache: Option<ReadCacheOptions>,
 ) -> anyhow::Result<Arc<dyn BlobStore>> {
+    open_with(url, cache, OpenOptions::default())
+}
+
+/// Opens stores for who serves reads that wait for `read_timeout` at most: a request without any
+/// progress is tried again in time for the reader who waits for it, unless the store's own settings
+/// say otherwise.
+pub(crate) fn opener(read_timeout: Duration) -> StoreOpener {
+    Arc::new(move |url| {
+        let blobs = open_with(url, None, for_readers(read_timeout));
+        blobs
+            .map(LayerStore::new)
+            .map_err(|error| match error.downcast::<StoreError>() {
+                Ok(error) => error,
+                Err(error) => StoreError::InvalidUrl {
+                    url: url.to_owned(),
+                    why: format!("{error:#}"),
+                },
+            })
+    })
+}
+
+fn for_readers(read_timeout: Duration) -> OpenOptions {
+    let mut options = OpenOptions::default();
+    let patience = (read_timeout / 2).max(Duration::from_secs(1));
+    let timeouts = &mut options.timeouts;
+    for limit in [&mut timeouts.response, &mut timeouts.idle] {
+        *limit = patience.min(*limit);
+    }
+    options
+}
+
+fn open_with(
+    url: &str,
+    cache: Option<ReadCacheOptions>,
+    usual: OpenOptions,
+) -> anyhow::Result<Arc<dyn BlobStore>> {
     let text = std::env::var(OPTIONS).unwrap_or_default();
-    let mut options = parse(&text).with_context(|| format!("cannot use {OPTIONS}"))?;
+    let mut options = parse(&text, usual).with_context(|| format!("cannot use {OPTIONS}"))?;
     options.registry_credentials = registries::credential_files();
     options.read_cache = cache;
     Ok(open(url, &options)?)
@@ -39,8 +77,9 @@ pub(crate) fn quiesce() -> anyhow::Result<()> {
     bail!("a request to the store is still on its way: run again");
 }
 
-fn parse(text: &str) -> anyhow::Result<OpenOptions> {
-    let mut options = OpenOptions::default();
+/// What `text` sets, over what is usual.
+fn parse(text: &str, usual: OpenOptions) -> anyhow::Result<OpenOptions> {
+    let mut options = usual;
     for field in text.split('&').filter(|field| !field.is_empty()) {
         let Some((name, value)) = field.split_once('=') else {
             bail!("{field:?} is not NAME=VALUE");
@@ -60,16 +99,32 @@ mod tests {
 
     #[test]
     fn settings_are_taken_or_named() {
-        let options = parse("retries=0&&bytes_per_second=5").unwrap();
+        let usual = OpenOptions::default;
+        let options = parse("retries=0&&bytes_per_second=5", usual()).unwrap();
         assert_eq!(options.retry.attempts, 1);
         assert_eq!(options.rate.bytes_per_second, Some(5));
-        assert_eq!(parse("").unwrap(), OpenOptions::default());
+        assert_eq!(parse("", usual()).unwrap(), usual());
         for (text, why) in [
             ("retries", "NAME=VALUE"),
             ("colour=red", "colour"),
             ("timeout=0", "timeout"),
         ] {
-            assert!(parse(text).unwrap_err().to_string().contains(why));
+            assert!(parse(text, usual()).unwrap_err().to_string().contains(why));
         }
+    }
+
+    #[test]
+    fn requests_for_readers_end_in_time_for_them() {
+        for (read_timeout, at_most) in [(4, 2), (60, 30), (600, 30), (0, 1)] {
+            let options = for_readers(Duration::from_secs(read_timeout));
+            let at_most = Duration::from_secs(at_most);
+            assert_eq!(options.timeouts.response, at_most);
+            assert_eq!(options.timeouts.idle, at_most);
+            // What is set counts.
+            let set = parse("timeout=9", options).unwrap();
+            assert_eq!(set.timeouts.idle, Duration::from_secs(9));
+        }
+        let error = opener(Duration::from_secs(4))("s3://").unwrap_err();
+        assert!(matches!(error, StoreError::InvalidUrl { .. }), "{error}");
     }
 }

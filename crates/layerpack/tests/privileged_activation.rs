@@ -89,3 +89,54 @@ fn privileged_the_daemon_serves_on_a_socket_that_was_passed_on() {
     drop((socket, wrong));
     assert!(wait_until(|| processes(&node).is_empty()));
 }
+
+/// As with `KillMode=process`: the holder is the service's main process, and only it dies.
+#[test]
+fn privileged_a_service_manager_is_told_of_the_daemon_that_outlived_its_holder() {
+    if !is_root() {
+        skip!("needs root to serve");
+    }
+    let node = Node::new("outlived");
+    fs_err::create_dir(node.root()).unwrap();
+    let path = node.root().join("daemon.sock");
+    let socket = UnixListener::bind(&path).unwrap();
+    let manager = node.scratch.join("manager.sock");
+    let heard = std::os::unix::net::UnixDatagram::bind(&manager).unwrap();
+    heard
+        .set_read_timeout(Some(std::time::Duration::from_secs(60)))
+        .unwrap();
+    // Others of the service's processes speak, too; a manager hears its main process alone.
+    let hear = |what: &str| loop {
+        let mut text = [0; 1000];
+        let len = heard.recv(&mut text).unwrap();
+        let said = String::from_utf8_lossy(&text[..len]).into_owned();
+        if said.contains(what) {
+            break said;
+        }
+    };
+    let service = || {
+        let mut command = activated(&node, &socket, 1);
+        command.env("NOTIFY_SOCKET", &manager);
+        command
+    };
+    let mut first = ChildGuard::spawn(&mut service()).unwrap();
+    let holder = i32::try_from(first.id()).unwrap();
+    hear("READY=1");
+    let worker = node.daemon_pid().unwrap();
+    kill(holder, "KILL");
+    first.child().wait().unwrap();
+    // What the manager does next.
+    let output = ended(&mut service());
+    assert!(output.status.success(), "{}", describe(&output));
+    let second = node.holder_pid();
+    assert_ne!(second, holder);
+    assert_eq!(node.daemon_pid(), Some(worker), "the daemon served on");
+    let main = format!("MAINPID={second}");
+    let said = hear("STATUS=taken over");
+    assert!(said.contains(&main) && said.contains("READY=1"), "{said}");
+    // Without a manager it is an error, as ever.
+    let output = ended(&mut activated(&node, &socket, 1));
+    assert!(!output.status.success(), "{}", describe(&output));
+    node.ok(["daemon", "stop"]);
+    assert!(wait_until(|| processes(&node).is_empty()));
+}

@@ -9,6 +9,7 @@ use layerpack_store::{LayerId, LayerMap, LayerStore, Locator, Manifest, StoreErr
 use super::ahead::Unread;
 use super::evict::Heat;
 use super::flight::{Flight, Flights, Outcome};
+use super::patience::Patience;
 use super::stores::Lane;
 use super::stream::Streams;
 use super::{Fetcher, ReadError, worker};
@@ -87,6 +88,7 @@ pub struct Blob {
     pub(super) heat: Heat,
     pub(super) unread: Unread,
     pub(super) streams: Streams,
+    patience: Patience,
     /// Bytes of all extents.
     pub(super) whole: u64,
     pub(crate) taps: Taps,
@@ -156,6 +158,7 @@ impl Blob {
             heat,
             unread: Unread::default(),
             streams: Streams::default(),
+            patience: Patience::default(),
             whole,
             taps: Taps::default(),
         };
@@ -347,7 +350,8 @@ impl Blob {
         self.counters.reads.fetch_add(1, Ordering::Relaxed);
         self.counters.misses.fetch_add(1, Ordering::Relaxed);
         let begun = Instant::now();
-        let deadline = begun + self.fetcher.config.read_timeout;
+        let limit = self.patience.limit(begun, self.fetcher.config.read_timeout);
+        let deadline = begun + limit;
         let waiting = self.fetcher.waiting.enter(self.layer);
         let mut cost = Cost::default();
         let mut result = self.read_pieces(offset, end, deadline, buf, &mut cost);
@@ -358,6 +362,14 @@ impl Blob {
             }
         }
         drop(waiting);
+        self.patience.ended(begun, Instant::now(), result.is_ok());
+        if let Err(ReadError::TimedOut { limit: waited }) = &mut result {
+            *waited = limit;
+            // Who had less than the whole time says nothing about the request.
+            if limit == self.fetcher.config.read_timeout {
+                self.give_up(offset, end);
+            }
+        }
         let outcome = result.as_ref().map(|()| end - offset);
         let waited = begun.elapsed();
         self.fetcher.meter.waited(waited, outcome);
@@ -519,6 +531,18 @@ impl Blob {
             .extent(index)
             .ok_or_else(|| damaged(extent.data_offset))?;
         Ok((extent, place))
+    }
+
+    /// What is under way for a range had its time: whoever comes next asks the store anew.
+    fn give_up(&self, offset: u64, end: u64) {
+        let source = self.source.read().clone();
+        for index in self.extents(offset, end) {
+            if let Some((frame, _)) = source.locator.extent(index)
+                && let Some(flight) = self.flights.under_way(source.generation, frame)
+            {
+                flight.give_up();
+            }
+        }
     }
 
     /// Has the frames fetched (those that no other reader has under way) and waits for all.

@@ -1,6 +1,7 @@
 //! Single flight: one fetch of a frame however many readers want it.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -30,6 +31,8 @@ pub(super) struct Flight {
     copied: AtomicBool,
     /// Whether the store is being asked: its thread waits for nothing else.
     fetching: AtomicBool,
+    /// A reader waited for as long as readers do, in vain.
+    given_up: AtomicBool,
     outcome: Mutex<Option<Outcome>>,
     landed: Condvar,
 }
@@ -65,6 +68,15 @@ impl Flight {
         self.copied.load(Ordering::Acquire)
     }
 
+    /// The store had its time: whoever comes next asks it anew.
+    pub(super) fn give_up(&self) {
+        self.given_up.store(true, Ordering::Release);
+    }
+
+    fn is_given_up(&self) -> bool {
+        self.given_up.load(Ordering::Acquire)
+    }
+
     /// Waits for the end; `None` when the deadline passes first.
     pub(super) fn wait(&self, deadline: Instant) -> Option<Outcome> {
         let mut outcome = self.outcome.lock();
@@ -98,7 +110,8 @@ pub(super) struct Claim {
 }
 
 impl Flights {
-    /// Joins the flights of `frames`, and opens those that nobody has under way. Frames that
+    /// Joins the flights of `frames`, and opens those that nobody has under way, or only a request
+    /// that was given up. Frames that
     /// `present` says landed since the caller looked are left out.
     pub(super) fn claim(
         &self,
@@ -112,7 +125,8 @@ impl Flights {
         };
         let mut flights = self.0.lock();
         for frame in frames {
-            if let Some(flight) = flights.get(&(generation, *frame)) {
+            let under_way = flights.get(&(generation, *frame));
+            if let Some(flight) = under_way.filter(|flight| !flight.is_given_up()) {
                 claim.all.push((*frame, Arc::clone(flight)));
                 continue;
             }
@@ -134,10 +148,23 @@ impl Flights {
         self.0.lock().get(&(generation, frame)).cloned()
     }
 
+    /// Whether somebody may still wait for a flight: it is the one of its frame.
+    pub(super) fn is_current(&self, generation: u64, frame: u32, flight: &Flight) -> bool {
+        let flights = self.0.lock();
+        let current = flights.get(&(generation, frame));
+        current.is_some_and(|current| std::ptr::eq(Arc::as_ptr(current), flight))
+    }
+
     /// Ends a flight: takes it out of the table and tells everybody who waits. In this order: one
     /// who is told of a failure and asks again must not meet the same flight.
     pub(super) fn land(&self, generation: u64, frame: u32, flight: &Flight, outcome: Outcome) {
-        self.0.lock().remove(&(generation, frame));
+        let mut flights = self.0.lock();
+        if let Entry::Occupied(entry) = flights.entry((generation, frame))
+            && std::ptr::eq(Arc::as_ptr(entry.get()), flight)
+        {
+            entry.remove();
+        }
+        drop(flights);
         *flight.outcome.lock() = Some(outcome);
         flight.landed.notify_all();
     }

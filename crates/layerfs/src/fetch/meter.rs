@@ -209,6 +209,7 @@ fn kind(error: &ReadError) -> usize {
         {
             3
         }
+        ReadError::Store(source) if source.is_damage() => 1,
         ReadError::Store(_) => 0,
         ReadError::Damaged { .. } => 1,
         ReadError::Cache(_) => 2,

@@ -29,6 +29,7 @@ mod flight;
 mod give;
 mod lend;
 mod meter;
+mod patience;
 mod space;
 mod stores;
 mod stream;

@@ -66,6 +66,21 @@ impl Batch {
             "frames cannot be fetched");
     }
 
+    /// Leaves out what was asked for anew while this batch waited for its turn.
+    fn leave_out_replaced(&mut self) {
+        let (blob, generation) = (Arc::clone(&self.blob), self.source.generation);
+        let (ours, replaced) = std::mem::take(&mut self.frames)
+            .into_iter()
+            .partition(|(frame, flight)| blob.flights.is_current(generation, *frame, flight));
+        let others = Batch {
+            blob,
+            source: self.source.clone(),
+            frames: replaced,
+        };
+        self.frames = ours;
+        drop(others);
+    }
+
     fn land_rest(&mut self, outcome: &Outcome) {
         for (frame, flight) in std::mem::take(&mut self.frames) {
             self.blob
@@ -296,6 +311,7 @@ fn assemble(source: &Source, frame: u32, parts: &BTreeMap<u32, &[u8]>) -> Option
 
 /// Fetches one batch from the store, as far as no other layer of the node has it.
 fn run(mut batch: Batch) {
+    batch.leave_out_replaced();
     copies::copy(&mut batch);
     if !batch.frames.is_empty() {
         fetch(batch);

@@ -11,6 +11,7 @@ use std::time::Instant;
 use layerpack_erofs::Image;
 use layerpack_store::{
     Blob as BlobRef, Digest, LayerId, LayerMap, LayerStore, Locator, Manifest, PartsWanted,
+    StoreError,
 };
 use layerpack_sys::mount;
 
@@ -74,6 +75,14 @@ impl StoreRef {
 }
 
 impl Node {
+    /// Opens a store as it is opened for layers that are mounted.
+    ///
+    /// # Errors
+    /// If the address cannot be used.
+    pub fn open_store(&self, url: &str) -> std::result::Result<LayerStore, StoreError> {
+        (self.config.open_store)(url)
+    }
+
     pub(super) fn opened(&self, store: &StoreRef) -> Result<LayerStore> {
         match store {
             StoreRef::Open(store) => Ok(store.clone()),

@@ -24,7 +24,7 @@ use crate::context::Context;
 use crate::depth;
 use crate::known;
 use crate::launch::release;
-use crate::mounts::Place;
+use crate::mounts::{Busy, Place};
 use crate::output::print;
 use crate::stack::{self, StackLayer};
 
@@ -163,6 +163,7 @@ pub(super) fn split(mut arguments: Vec<OsString>) -> anyhow::Result<(Vec<String>
 /// A mount point that is taken but not yet mounted; given back on drop.
 struct Claim<'a> {
     place: Place,
+    _busy: Busy,
     root: PathBuf,
     client: &'a Client,
     kept: bool,
@@ -186,11 +187,15 @@ impl<'a> Claim<'a> {
                     directory.display()
                 );
             }
-            // Its mount went away without `layerpack umount`: by umount(8), or a restart.
+            // Another `mount` is on its way to mount it, or the mount went away without `layerpack
+            // umount`: by umount(8), or a restart.
+            let Some(_left) = place.lock()? else {
+                bail!("another `layerpack mount` works on {}", directory.display());
+            };
             release(context.root(), place.lease())?;
             place.remove()?;
         }
-        place.claim(directory, names, writable).with_context(|| {
+        let busy = place.claim(directory, names, writable).with_context(|| {
             format!(
                 "cannot record the mount on {} (does another `layerpack mount` work on it?)",
                 directory.display()
@@ -198,6 +203,7 @@ impl<'a> Claim<'a> {
         })?;
         Ok(Self {
             place,
+            _busy: busy,
             root: context.root().to_owned(),
             client,
             kept: false,

@@ -141,14 +141,7 @@ fn serve(context: &Context, args: MountArgs) -> Outcome {
     config.allow_other = args.fuse.allow_other;
     config.prefetch = prefetch;
     config.fill_bytes_per_second = settings.fill_rate;
-    config.open_store = std::sync::Arc::new(|url| {
-        let store =
-            stores::open_store(url, None).map_err(|e| layerpack_store::StoreError::InvalidUrl {
-                url: url.to_owned(),
-                why: format!("{e:#}"),
-            })?;
-        Ok(LayerStore::new(store))
-    });
+    config.open_store = stores::opener(config.fetch.read_timeout);
     let manifests: Vec<(Digest, Manifest)> = layers
         .iter()
         .map(|layer| (layer.digest, layer.manifest.clone()))

@@ -81,6 +81,10 @@ fn one(context: &Context, dir: &Path, lazy: bool) -> anyhow::Result<PathBuf> {
             directory.display()
         );
     }
+    // Until the end: a `mount` of the same place is not to find a half of it.
+    let Some(_busy) = place.lock()? else {
+        bail!("another `layerpack mount` works on {}", directory.display());
+    };
     if mounted {
         layerpack_sys::mount::unmount(&directory, lazy).with_context(|| {
             format!(

@@ -25,7 +25,6 @@ use crate::failure::one_line;
 use crate::holder::Worker;
 use crate::launch::sandboxes;
 use crate::policy::{CHECKS, Policy};
-use crate::stores;
 
 /// Stores that are kept open; past that the daemon opens them anew for each request.
 const MAX_STORES: usize = 64;
@@ -111,9 +110,8 @@ impl Server {
         if let Some(store) = stores.get(url) {
             return Ok(store.clone());
         }
-        let blobs =
-            stores::open_store(url, None).map_err(|e| Refusal::new(StatusCode::BAD_REQUEST, e))?;
-        let store = LayerStore::new(blobs);
+        let opened = self.node.open_store(url);
+        let store = opened.map_err(|e| Refusal::new(StatusCode::BAD_REQUEST, e))?;
         if stores.len() < MAX_STORES {
             stores.insert(url.to_owned(), store.clone());
         }
@@ -191,11 +189,11 @@ pub(super) async fn info(State(server): State<Arc<Server>>) -> Json<api::Info> {
     Json(server.info())
 }
 
+pub(super) async fn status(State(server): State<Arc<Server>>) -> Reply<api::Status> {
+    blocking(move || {
         let leases = server.node.leases();
         let mut node = server.node.status();
         node.problems.extend(lost::lines(server.root(), &leases));
-pub(super) async fn status(State(server): State<Arc<Server>>) -> Reply<api::Status> {
-    blocking(move || {
         Ok(api::Status {
             daemon: server.info(),
             node,

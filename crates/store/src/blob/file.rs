@@ -598,6 +598,13 @@ impl BlobStore for FileStore {
         format!("file://{}", self.root.display())
     }
 
+    fn is_away(&self) -> bool {
+        let marker = crate::key::Key::marker();
+        [marker.as_str(), "refs", "packs"]
+            .iter()
+            .all(|name| matches!(fs::symlink_metadata(self.root.join(name)), Err(e) if self.is_absent(&e)))
+    }
+
     fn decides_races(&self) -> bool {
         true
     }

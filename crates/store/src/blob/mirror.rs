@@ -507,6 +507,12 @@ impl BlobStore for MirrorStore {
             .map_or_else(String::new, |address| address.store.url())
     }
 
+    /// Of the address that a node's lease is written to, as far as it is known.
+    fn is_away(&self) -> bool {
+        let head = self.head.get().and_then(|head| self.addresses.get(*head));
+        head.is_some_and(|address| address.store.is_away())
+    }
+
     /// Only the first address is written to.
     fn decides_races(&self) -> bool {
         let first = self.addresses.first();

@@ -221,6 +221,13 @@ pub trait BlobStore: Send + Sync + fmt::Debug {
     fn decides_races(&self) -> bool {
         false
     }
+
+    /// Whether the place has nothing of a store, so that a write would make another one there: a
+    /// directory that was moved away, a filesystem that is not mounted. `false` where that costs a
+    /// request, or cannot be.
+    fn is_away(&self) -> bool {
+        false
+    }
 }
 
 /// An object being written. Dropped without [`BlobWriter::commit`], nothing of it is visible.

@@ -283,6 +283,10 @@ impl BlobStore for RetryStore {
         self.inner.url()
     }
 
+    fn is_away(&self) -> bool {
+        self.inner.is_away()
+    }
+
     fn decides_races(&self) -> bool {
         self.inner.decides_races()
     }

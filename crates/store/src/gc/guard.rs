@@ -187,6 +187,10 @@ impl BlobStore for Guarded {
         self.inner.first_url()
     }
 
+    fn is_away(&self) -> bool {
+        self.inner.is_away()
+    }
+
     fn decides_races(&self) -> bool {
         self.inner.decides_races()
     }

@@ -71,7 +71,8 @@ impl NodeLease {
     /// Has the lease name at least these manifests before it returns.
     ///
     /// # Errors
-    /// If it cannot be written (then they are not protected), or [`StoreError::Collecting`] if a
+    /// If it cannot be written (then they are not protected), which a directory that has no store any
+    /// more is not, or [`StoreError::Collecting`] if a
     /// collector that deletes one of them does not end in time.
     pub fn hold(&self, manifests: &[Digest]) -> Result<()> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -95,7 +96,14 @@ impl NodeLease {
         self.wait_for_sweeps(manifests)
     }
 
+    /// A store that is gone from its place gets no lease: that would make another one there.
     fn write(&self, state: &mut State) -> Result<()> {
+        if self.store.blobs().is_away() {
+            return Err(StoreError::NoStore {
+                wanted: String::new(),
+                store: self.store.url().to_owned(),
+            });
+        }
         let begun = BootInstant::now();
         state.lease.put(&**self.store.blobs(), &self.key)?;
         state.written = Some(begun);

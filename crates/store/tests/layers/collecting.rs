@@ -255,6 +255,39 @@ fn leases_of_nodes_keep_what_they_name() {
     assert!(blobs.list("packs/").unwrap().is_empty());
 }
 
+/// A directory that was moved away, or is not mounted: a lease there would be another store.
+#[test]
+fn a_store_that_is_gone_gets_no_lease() {
+    let dir = layerpack_fixtures::ScratchDir::new("gone").unwrap();
+    let (place, away) = (dir.join("store"), dir.join("away"));
+    let blobs: Arc<dyn BlobStore> = Arc::new(FileStore::new(&place).unwrap());
+    let store = LayerStore::new(blobs);
+    let first = publish(&store, "base/a:1", &files(1)).unwrap();
+    let second = publish(&store, "base/b:1", &files(10)).unwrap();
+    let (hour, no) = (Duration::from_secs(3600), Duration::ZERO);
+    let lease = NodeLease::new(&store, "n1", "a test".to_owned(), hour, no).unwrap();
+    lease.hold(&[first.digest]).unwrap();
+    std::fs::rename(&place, &away).unwrap();
+    let gone = |result: Result<(), StoreError>| {
+        let error = result.unwrap_err();
+        assert!(matches!(error, StoreError::NoStore { .. }), "{error}");
+        assert!(!place.exists());
+    };
+    gone(lease.hold(&[second.digest]));
+    gone(lease.update(BTreeSet::from([second.digest])));
+    lease.update(BTreeSet::new()).unwrap();
+    assert!(!place.exists());
+    // An empty directory in its place, as below a filesystem that is not mounted.
+    std::fs::create_dir(&place).unwrap();
+    lease.hold(&[second.digest]).unwrap_err();
+    assert_eq!(std::fs::read_dir(&place).unwrap().count(), 0);
+    std::fs::remove_dir(&place).unwrap();
+    std::fs::rename(&away, &place).unwrap();
+    lease.hold(&[second.digest]).unwrap();
+    store.remove(&reference("base/b:1")).unwrap();
+    assert_eq!(store.collect(now()).unwrap().deleted.objects, 0);
+}
+
 /// A node that wants a layer which is being deleted waits, then is told.
 #[test]
 fn a_node_does_not_take_what_is_being_deleted() {
