@@ -1,12 +1,12 @@
-//! The inodes of a tree. Most are plain: regular files of less than 4 GiB, their bytes in one run,
-//! directories and symbolic links, of a time from 1970 to 2106. Those take 20 bytes, links their targets
-//! too, files of several names some more, and what many have in common, owners, modes and extended
-//! attributes, is there once; all others are kept as they are.
+//! The inodes of a tree. Most are plain: regular files of less than 4 GiB, their bytes in one run, and
+//! all other types, of a time from 1970 to 2106. Those take 20 bytes, links their targets too, files of
+//! several names some more, and what many have in common, owners, modes and extended attributes, is
+//! there once; all others are kept as they are.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Deref;
 
-use crate::tree::{BlockIndex, FileData, FileLayout, Metadata, NIL, NodeKind, Timestamp};
+use crate::tree::{BlockIndex, FileData, FileLayout, Metadata, NIL, NodeKind, Rdev, Timestamp};
 
 /// One inode.
 #[derive(Clone, Debug)]
@@ -68,16 +68,22 @@ const MAX_OWNERS: usize = 1 << 12;
 /// own must not take the place of what many share.
 const MAX_WITH_XATTRS: usize = MAX_OWNERS / 2;
 const MAX_XATTRS: usize = 1 << 10;
-/// The two top bits of [`Slot::which`] say what it is.
-const FORM: u32 = 3 << 30;
+/// The three top bits of [`Slot::which`] say what it is.
+const FORM: u32 = 7 << 29;
 /// A file: `a` is its size, `b` the block after its first, or 0.
 const FILE: u32 = 0;
 /// A directory: `a` is the head of its entries, `b` how many links it has.
-const DIRECTORY: u32 = 1 << 30;
+const DIRECTORY: u32 = 1 << 29;
 /// A symbolic link: its target begins at `a` and has `b` bytes.
-const SYMLINK: u32 = 2 << 30;
+const SYMLINK: u32 = 2 << 29;
 /// The inode is kept whole, under the number that the other bits are; nothing else counts.
-const WHOLE: u32 = 3 << 30;
+const WHOLE: u32 = 3 << 29;
+/// Devices: `a` is the major number, `b` the minor one.
+const CHAR_DEVICE: u32 = 4 << 29;
+const BLOCK_DEVICE: u32 = 5 << 29;
+/// Nothing but what all have.
+const FIFO: u32 = 6 << 29;
+const SOCKET: u32 = 7 << 29;
 
 /// An inode, if it is plain.
 #[derive(Clone, Copy, Debug)]
@@ -173,9 +179,9 @@ impl Nodes {
 
     /// Puts an inode among the whole ones.
     fn keep(&mut self, node: Node) -> Slot {
-        // Devices, files with attributes and the like: 2^30 of them take hundreds of GiB.
+        // Files with attributes of their own and the like: 2^29 of them take tens of GiB.
         let number = u32::try_from(self.whole.len()).unwrap_or(u32::MAX);
-        assert!(number & FORM == 0, "2^30 inodes that are not plain");
+        assert!(number & FORM == 0, "2^29 inodes that are not plain");
         self.whole.push(node);
         Slot {
             which: number | WHOLE,
@@ -207,6 +213,12 @@ impl Nodes {
                 let start = u32::try_from(self.targets.len()).ok()?;
                 (SYMLINK, start, len)
             }
+            NodeKind::CharDevice(rdev) if node.links == 1 => (CHAR_DEVICE, rdev.major, rdev.minor),
+            NodeKind::BlockDevice(rdev) if node.links == 1 => {
+                (BLOCK_DEVICE, rdev.major, rdev.minor)
+            }
+            NodeKind::Fifo if node.links == 1 => (FIFO, 0, 0),
+            NodeKind::Socket if node.links == 1 => (SOCKET, 0, 0),
             _ => return None,
         };
         let owner = (*mode, *uid, *gid, xattrs.clone());
@@ -273,6 +285,10 @@ impl Nodes {
                 let start = slot.a as usize;
                 NodeKind::Symlink(self.targets[start..start + slot.b as usize].to_vec())
             }
+            CHAR_DEVICE => NodeKind::CharDevice(rdev(slot)),
+            BLOCK_DEVICE => NodeKind::BlockDevice(rdev(slot)),
+            FIFO => NodeKind::Fifo,
+            SOCKET => NodeKind::Socket,
             _ => NodeKind::File(FileData {
                 size: slot.a.into(),
                 layout: match BlockIndex::before(slot.b) {
@@ -310,6 +326,22 @@ impl Nodes {
             && let NodeKind::File(there) = &mut self.get_mut(index).kind
         {
             *there = data;
+        }
+    }
+
+    /// Changes a directory's metadata. It stays plain if it can.
+    pub(crate) fn set_metadata(&mut self, index: usize, metadata: Metadata) {
+        if self.slots[index].form() == DIRECTORY {
+            let node = Node {
+                metadata,
+                ..self.unpacked(index)
+            };
+            self.slots[index] = match self.plain(&node) {
+                Some(slot) => slot,
+                None => self.keep(node),
+            };
+        } else {
+            self.get_mut(index).metadata = metadata;
         }
     }
 
@@ -395,6 +427,13 @@ impl Nodes {
             DIRECTORY => slot.a = first,
             _ => self.get_mut(index).first = first,
         }
+    }
+}
+
+fn rdev(slot: &Slot) -> Rdev {
+    Rdev {
+        major: slot.a,
+        minor: slot.b,
     }
 }
 
@@ -553,6 +592,66 @@ mod tests {
         assert_eq!((nodes.links(1), nodes.first(0)), (2, 5));
         nodes.empty(2);
         assert_eq!(nodes.get(2).kind, NodeKind::Fifo);
+    }
+
+    #[test]
+    fn devices_and_the_like_are_plain_too() {
+        let mut nodes = Nodes::new(Node::new(Metadata::default(), NodeKind::Directory));
+        let last = Rdev {
+            major: 0xfff,
+            minor: 0xf_ffff,
+        };
+        let kinds = [
+            NodeKind::CharDevice(Rdev::default()),
+            NodeKind::CharDevice(last),
+            NodeKind::BlockDevice(last),
+            NodeKind::Fifo,
+            NodeKind::Socket,
+        ];
+        let all: Vec<Node> = (kinds.into_iter())
+            .map(|kind| Node::new(file(3, FileData::empty()).metadata, kind))
+            .collect();
+        for node in &all {
+            nodes.push(node.clone());
+        }
+        for (index, node) in (1..).zip(&all) {
+            same(&nodes, index, node);
+            // They may have several names, and have no data.
+            nodes.set_links(index, 2);
+            nodes.set_data(index, run(1, 1));
+            let mut twice = node.clone();
+            twice.links = 2;
+            same(&nodes, index, &twice);
+        }
+        assert_eq!(nodes.whole.len(), 0);
+        nodes.get_mut(1).metadata.uid = 8;
+        assert_eq!((nodes.links(1), nodes.whole.len()), (2, 1));
+        assert_eq!(nodes.get(1).kind, all[0].kind);
+    }
+
+    #[test]
+    fn a_directory_that_is_defined_later_stays_plain() {
+        let mut nodes = Nodes::new(Node::new(Metadata::default(), NodeKind::Directory));
+        nodes.set_links(0, 5);
+        nodes.set_first(0, 3);
+        let mut want = Node::new(file(9, FileData::empty()).metadata, NodeKind::Directory);
+        (want.links, want.first) = (5, 3);
+        nodes.set_metadata(0, want.metadata.clone());
+        assert_eq!(nodes.whole.len(), 0);
+        same(&nodes, 0, &want);
+        // A time that the short form does not have, and back.
+        want.metadata.mtime.sec = -1;
+        nodes.set_metadata(0, want.metadata.clone());
+        assert_eq!(nodes.whole.len(), 1);
+        same(&nodes, 0, &want);
+        want.metadata.mtime.sec = 1;
+        nodes.set_metadata(0, want.metadata.clone());
+        same(&nodes, 0, &want);
+        // Of anything else it is changed as well.
+        nodes.push(file(1, run(5, 1)));
+        nodes.set_metadata(1, want.metadata.clone());
+        assert_eq!(nodes.get(1).metadata, want.metadata);
+        assert_eq!(nodes.get(1).kind, NodeKind::File(run(5, 1)));
     }
 
     #[test]

@@ -2,12 +2,15 @@
 //!
 //! One arena: inodes ([`crate::node`]), directory entries and name bytes each lie in one vector,
 //! and one hash table over (parent, name) serves every look-up, so a million plain files cost about
-//! 50 bytes each and their names, however deep they lie, and no code recurses. Entries of a directory form a linked list
-//! in insertion order; whatever walks them sorts by name bytes first, so nothing observable
-//! depends on the order of insertion.
+//! 50 bytes each and their names, however deep they lie, and no code recurses. Where names come in
+//! order there need be no table ([`Tree::rest`]): 40 bytes. Entries of a directory form a linked list in
+//! insertion order; whatever walks them sorts by name bytes first, so nothing observable depends on the
+//! order of insertion.
 
 mod park;
+mod steps;
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::num::NonZeroU32;
@@ -16,6 +19,7 @@ use hashbrown::HashTable;
 
 pub use park::Parked;
 
+use self::steps::Steps;
 use crate::error::{Error, Result};
 use crate::node::{Node, NodeRef, Nodes};
 
@@ -208,8 +212,11 @@ pub struct Tree {
     /// Entries by directory and name; empty while the tree rests.
     table: HashTable<u32>,
     resting: bool,
-    /// Whether every directory got its entries in order of their names so far.
+    /// Whether every directory got its entries in order of their names so far: each list is in falling
+    /// order then.
     ascending: bool,
+    /// Entries that look-ups passed while the tree rests.
+    steps: Steps,
     hasher: RandomState,
     live: usize,
 }
@@ -241,6 +248,7 @@ impl Tree {
             table: HashTable::new(),
             resting: false,
             ascending: true,
+            steps: Steps::default(),
             hasher: RandomState::new(),
             live: 1,
         }
@@ -268,13 +276,23 @@ impl Tree {
         self.live == 1
     }
 
-    /// Gives back the memory that only changes and looking up names need. Both go on to work: a
-    /// change makes all of it anew, a look-up goes through its directory's entries. As long as every
-    /// directory got its entries in order of their names, one after all of its directory's is added
-    /// without.
+    /// Gives back the memory that only changes and looking up names need. Both go on to work: a name
+    /// that comes before one of its directory's makes all of it anew, a look-up goes through its
+    /// directory's entries, the last one first, and so does a change once look-ups have passed many
+    /// entries. As long as every directory got its entries in order of their names, one after all of
+    /// its directory's is added, and found not to be there, without.
     pub fn rest(&mut self) {
         self.table = HashTable::new();
         self.resting = true;
+        self.steps.reset();
+    }
+
+    /// Has look-ups take no longer than they do in a tree that does not rest, if they have passed many
+    /// entries: for those who look up much and change little. Changes see to it themselves.
+    pub fn heed(&mut self) {
+        if self.resting && self.steps.are_many(self.entries.len()) {
+            self.wake();
+        }
     }
 
     fn wake(&mut self) {
@@ -326,6 +344,14 @@ impl Tree {
     /// If `id` is of a larger tree.
     pub fn node_mut(&mut self, id: NodeId) -> &mut Node {
         self.nodes.get_mut(id.index())
+    }
+
+    /// Changes an inode's metadata. A directory takes no more memory afterwards if it is like others.
+    ///
+    /// # Panics
+    /// If `id` is of a larger tree.
+    pub fn set_metadata(&mut self, id: NodeId, metadata: Metadata) {
+        self.nodes.set_metadata(id.index(), metadata);
     }
 
     /// Gives a regular file its content. Does nothing to anything else.
@@ -407,6 +433,7 @@ impl Tree {
     /// # Errors
     /// [`Error::NotFound`] if there is no such name.
     pub fn remove(&mut self, parent: NodeId, name: &[u8]) -> Result<()> {
+        self.heed();
         let first = self.find(parent, name).ok_or_else(|| Error::NotFound {
             name: name.to_vec(),
         })?;
@@ -515,6 +542,11 @@ impl Tree {
         });
     }
 
+    /// The directory that has an entry.
+    pub(crate) fn holder(&self, index: u32) -> NodeId {
+        NodeId(self.entries[index as usize].parent)
+    }
+
     pub(crate) fn entry(&self, index: u32) -> (&[u8], NodeId) {
         let entry = &self.entries[index as usize];
         (self.name_of(entry), NodeId(entry.node))
@@ -539,15 +571,10 @@ impl Tree {
 
     fn find(&self, parent: NodeId, name: &[u8]) -> Option<u32> {
         if self.resting {
-            let mut index = self.nodes.first(parent.index());
-            while index != NIL {
-                let entry = &self.entries[index as usize];
-                if self.name_of(entry) == name {
-                    return Some(index);
-                }
-                index = entry.next;
-            }
-            return None;
+            let mut passed = 0;
+            let found = self.find_in_list(parent, name, &mut passed);
+            self.steps.add(passed);
+            return found;
         }
         let hash = self.hasher.hash_one((parent.0, name));
         self.table
@@ -558,6 +585,22 @@ impl Tree {
             .copied()
     }
 
+    fn find_in_list(&self, parent: NodeId, name: &[u8], passed: &mut u64) -> Option<u32> {
+        let mut index = self.nodes.first(parent.index());
+        while index != NIL {
+            let entry = &self.entries[index as usize];
+            match self.name_of(entry).cmp(name) {
+                Ordering::Equal => return Some(index),
+                // So are all that follow.
+                Ordering::Less if self.ascending => return None,
+                Ordering::Less | Ordering::Greater => {}
+            }
+            *passed += 1;
+            index = entry.next;
+        }
+        None
+    }
+
     fn add_entry(&mut self, parent: NodeId, name: &[u8], node: NodeId) -> Result<()> {
         let len = check_name(name)?;
         let head = self.nodes.first(parent.index());
@@ -566,6 +609,7 @@ impl Tree {
         if !append {
             self.wake();
         }
+        self.heed();
         if !self.is_dir(parent) {
             return Err(Error::NotADirectory {
                 name: name.to_vec(),
@@ -632,11 +676,12 @@ impl Tree {
     }
 
     fn drop_entry(&mut self, index: u32) {
-        self.wake();
         let entry = self.entries[index as usize];
-        let hash = self.hasher.hash_one((entry.parent, self.name_of(&entry)));
-        if let Ok(found) = self.table.find_entry(hash, |other| *other == index) {
-            found.remove();
+        if !self.resting {
+            let hash = self.hasher.hash_one((entry.parent, self.name_of(&entry)));
+            if let Ok(found) = self.table.find_entry(hash, |other| *other == index) {
+                found.remove();
+            }
         }
         match entry.prev {
             NIL => self.nodes.set_first(entry.parent as usize, entry.next),

@@ -95,6 +95,15 @@ impl Context {
         self.cache_dir.as_deref()
     }
 
+    /// The directory of a build's unnamed temporary files, of which nothing is left: in the cache
+    /// directory, or where programs have theirs if there is to be no cache.
+    pub(crate) fn scratch_dir(&self) -> PathBuf {
+        match self.cache_dir() {
+            Some(cache) => cache.join("build"),
+            None => std::env::temp_dir(),
+        }
+    }
+
     /// Whether warnings go to stderr: with `-o json` they are part of the document.
     pub(crate) fn says_warnings(&self) -> bool {
         !self.quiet && self.format == Format::Text

@@ -134,6 +134,8 @@ fn what_cannot_be_meant_is_two_and_what_is_not_there_is_one() {
         build("elsewhere", &[]),
         build(&from, &["--exclude", "["]),
         build(&from, &["--at", "../x"]),
+        build(&from, &["--at", &"n".repeat(300)]),
+        build(&from, &["--at", &"n/".repeat(40_000)]),
         build(&layout, &["--parent", "base/a:1"]),
         build(&from, &["--parent", "nothing"]),
         build(&from, &["--parent", "base/a:1"]),

@@ -5,7 +5,7 @@
 
 mod support;
 
-use std::io::Write as _;
+use std::io::{Seek as _, SeekFrom, Write as _};
 use std::path::Path;
 use std::process::Stdio;
 
@@ -185,6 +185,47 @@ fn an_archive_comes_through_standard_input() {
             "{message}"
         );
     }
+}
+
+/// What is left out may have another name that is not: then the archive has to be read again, which
+/// standard input can be if it is a file, from where it stood.
+#[test]
+fn standard_input_is_read_twice_if_it_is_a_file() {
+    let node = Node::new("twice");
+    let mut tar = TarWriter::new();
+    tar.dir("./", 0o755).file("out", "content");
+    tar.hard_link("in", "out");
+    let bytes = tar.clone().finish();
+    let path = node.scratch.join("behind");
+    fs_err::write(&path, [b"before the archive", bytes.as_slice()].concat()).unwrap();
+    let build = |version: &str, input: Stdio| {
+        let mut command = node.command();
+        command.arg("-q").args(named("base", version, "tar:-"));
+        command.args(["--exclude", "out"]).stdin(input);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().unwrap()
+    };
+    let mut file = fs_err::File::open(&path).unwrap().into_parts().0;
+    file.seek(SeekFrom::Start(18)).unwrap();
+    let output = build("1", file.into()).wait_with_output().unwrap();
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{message}");
+    let from = write(&node, "file.tar", &tar);
+    let other = node.scratch.join("other");
+    let mut same = vec!["--store", other.to_str().unwrap(), "-q"];
+    same.extend(named("base", "1", &from));
+    same.extend(["--exclude", "out"]);
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), node.ok(same));
+
+    let mut child = build("2", Stdio::piped());
+    let mut stdin = child.stdin.take().unwrap();
+    // It may end before it has read everything.
+    let _ = stdin.write_all(&bytes);
+    drop(stdin);
+    let output = child.wait_with_output().unwrap();
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert!(message.contains("instead of a pipe"), "{message}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use layerpack_erofs::NodeId;
+use layerpack_erofs::{MAX_NAME, NodeId};
 use layerpack_store::{Kind, LayerStore, LayerWriter, WriterOptions};
 
 use crate::cache::Place;
@@ -126,7 +126,7 @@ fn fill(
     };
     // Of those, contents are asked for before they are laid out.
     if !options.difference && !options.git_index && !split {
-        layer.spool_contents(options.cache.as_deref());
+        layer.spool_contents(options.scratch_directory());
     }
     let start = start_directory(&mut layer, options.at.as_deref(), &options.limits)?;
     let read = read(
@@ -234,11 +234,12 @@ fn read(
         jobs: options.jobs,
         verified_cache: options.cache.clone(),
         verify_all: options.fresh,
-        scratch: options.cache.clone(),
+        scratch: options.scratch_directory().map(Path::to_owned),
         ..WriterOptions::default()
     })?;
     // Opening the index may have merged it.
     layerpack_sys::memory::trim();
+    let alone = options.parents.is_empty() && git.is_none();
     match &options.source {
         Source::Dir(path) => {
             progress.phase("scan");
@@ -247,10 +248,9 @@ fn read(
                 owners: &filter.owners,
             };
             let mut source = DirSource::open(path, &view, filter, options.limits, progress)?;
-            source.spilling(options.cache.as_deref());
+            source.spilling(options.scratch_directory());
             source.cached(cache_place(options, path), options.fresh);
             // Nobody asks for names then, which come in order.
-            let alone = options.parents.is_empty() && git.is_none();
             if alone && !filter.selects() {
                 layer.tree.rest();
             }
@@ -259,7 +259,7 @@ fn read(
             if alone {
                 // What is read needs the memory.
                 layer.tree.rest();
-                away = park::away(&mut layer.tree, options.cache.as_deref());
+                away = park::away(&mut layer.tree, options.scratch_directory());
             }
             progress.phase("read");
             source.store(layer, &mut writer, git)?;
@@ -274,6 +274,10 @@ fn read(
             let max_ratio = options.limits.max_ratio;
             let input = tar::open(path, max_ratio)?;
             let limits = options.limits;
+            if alone && !filter.selects() {
+                // Names of most archives come in order too; where they do not, that ends this.
+                layer.tree.rest();
+            }
             let mut source = TarSource {
                 layer,
                 writer: &mut writer,
@@ -286,7 +290,7 @@ fn read(
                 lazy: input.lazy,
                 twice: tar::can_be_read_twice(path),
                 links: &mut Links::default(),
-                state: State::new(options.cache.as_deref(), options.aside_after),
+                state: State::new(options.scratch_directory(), options.aside_after),
             };
             let (input, ending) = input.split();
             let name = path.display().to_string();
@@ -334,6 +338,24 @@ pub(crate) fn start_directory(
             why: "it must be a path below the root, without leading out of it".to_owned(),
         });
     }
-    limits.check_path(at)?;
-    layer.implicit_directories(&components(at))
+    let names = components(at);
+    if let Some(name) = names.iter().find(|name| name.len() > MAX_NAME) {
+        return Err(PackError::InvalidOption {
+            option: format!("at {}", crate::show(at)),
+            why: format!(
+                "a name in it has {} bytes, and none can have more than {MAX_NAME}",
+                name.len()
+            ),
+        });
+    }
+    limits.check_path(at).map_err(|error| match error {
+        PackError::Limit {
+            name, limit, unit, ..
+        } => PackError::InvalidOption {
+            option: format!("at {}", crate::show(at)),
+            why: format!("it has more than the {limit} {unit} that {name} allows"),
+        },
+        error => error,
+    })?;
+    layer.implicit_directories(&names)
 }

@@ -12,7 +12,7 @@ use layerpack_erofs::{Metadata, NodeId, NodeKind, Rdev, Timestamp, Tree};
 
 use crate::content::Content;
 use crate::error::{PackError, Result};
-use crate::path::{Step, components, join, walk};
+use crate::path::{Step, components, walk};
 use crate::warnings::Warnings;
 
 pub(crate) use below::Targets;
@@ -192,7 +192,7 @@ impl Layer {
         let (parent, name) = named(place, b"")?;
         if let Some(there) = self.tree.child(parent, name) {
             if self.tree.node(there).kind.is_dir() {
-                self.tree.node_mut(there).metadata = metadata;
+                self.tree.set_metadata(there, metadata);
                 self.implicit.remove(&there);
                 self.incidental.remove(&there);
                 return Ok(there);
@@ -273,7 +273,7 @@ impl Layer {
         } else if start == NodeId::ROOT {
             return;
         }
-        self.tree.node_mut(start).metadata = metadata;
+        self.tree.set_metadata(start, metadata);
     }
 
     /// Whether no entry defined a directory.
@@ -444,12 +444,12 @@ impl Layer {
         self.tree
             .children(id)
             .map(|(_, child)| child)
-            .filter(|child| self.tree.node(*child).kind.is_dir())
+            .filter(|child| self.tree.is_dir(*child))
     }
 
     /// Whether a directory carries the mark.
     pub(crate) fn is_opaque(&self, id: NodeId) -> bool {
-        self.tree.node(id).metadata.xattrs.contains_key(OPAQUE)
+        self.tree.xattrs(id).contains_key(OPAQUE)
     }
 
     /// Whether a node is a whiteout.
@@ -466,19 +466,12 @@ impl Layer {
         if self.implicit.is_empty() {
             return Vec::new();
         }
-        let mut found = Vec::new();
-        let mut todo = vec![(Vec::new(), NodeId::ROOT)];
-        while let Some((path, id)) = todo.pop() {
-            for (name, child) in self.tree.children(id) {
-                if self.tree.node(child).kind.is_dir() {
-                    todo.push((join(&path, name), child));
-                }
-            }
-            if self.implicit.contains(&id) {
-                found.push(path);
-            }
-        }
-        found
+        // Most often the root is one and nothing else is: the rest is not looked at then.
+        (self.tree.walk())
+            .filter(|entry| self.implicit.contains(&entry.id))
+            .take(self.implicit.len())
+            .map(|entry| entry.path)
+            .collect()
     }
 
     /// Lets no file be newer than `epoch`, in seconds.

@@ -1,7 +1,7 @@
 //! What callers say, and what they get back.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -137,12 +137,16 @@ pub struct BuildOptions {
     /// frames of stores it has verified; made if it is missing. `None`: nothing is remembered,
     /// and every file and every frame that is shared is read. See SEMANTICS.md, "Build cache".
     pub cache: Option<PathBuf>,
+    /// Directory for temporary files without names, with what has to be known of a large source until it
+    /// is packed; made if it is missing. `None`: [`BuildOptions::cache`]; without that either, all stays
+    /// in memory.
+    pub scratch: Option<PathBuf>,
     /// Use nothing of what [`BuildOptions::cache`] remembers: read all, and remember that instead.
     pub fresh: bool,
     /// After how many entries those of an archive are set aside in a temporary file, in
-    /// [`BuildOptions::cache`], until its contents are stored: what takes the least memory is a matter
-    /// of size alone, the layer is the same. Without a cache, and where patterns choose among the
-    /// entries, none are.
+    /// [`BuildOptions::scratch_directory`], until its contents are stored: what takes the least memory is
+    /// a matter of size alone, the layer is the same. Without such a directory none are; where patterns
+    /// choose among the entries, see SEMANTICS.md, "Limits".
     pub aside_after: u64,
 }
 
@@ -185,9 +189,16 @@ impl BuildOptions {
             allow_empty: false,
             limits: Limits::default(),
             cache: None,
+            scratch: None,
             fresh: false,
             aside_after: ASIDE_AFTER,
         }
+    }
+
+    /// Where temporary files are to be.
+    #[must_use]
+    pub fn scratch_directory(&self) -> Option<&Path> {
+        self.scratch.as_deref().or(self.cache.as_deref())
     }
 }
 

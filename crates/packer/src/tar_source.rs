@@ -1,8 +1,10 @@
 //! Puts the entries of an archive into a layer, as OCI layers mean them.
 
+mod aside;
 mod hidden;
 mod kept;
 mod later;
+mod shadow;
 
 use std::collections::HashSet;
 use std::io::{self, Read};
@@ -14,6 +16,7 @@ use layerpack_store::LayerWriter;
 use self::hidden::{Hidden, Out, check_of};
 use self::kept::{KeptBack, Owner};
 use self::later::Later;
+use self::shadow::Shadow;
 use crate::content::{Bytes, Content, Next};
 use crate::error::{PackError, Result};
 use crate::filter::Filter;
@@ -74,6 +77,10 @@ pub(crate) struct State {
     later: Option<Later>,
     /// Where entries are set aside, after how many.
     aside: Option<(PathBuf, u64)>,
+    /// Symbolic links that are set aside, where patterns leave something out.
+    shadow: Shadow,
+    /// Whether what was set aside is being put into the tree.
+    replaying: bool,
     hidden: Hidden,
 }
 
@@ -134,6 +141,9 @@ impl TarSource<'_> {
             self.entry(entry, reader)?;
         }
         self.flush()?;
+        if self.wants_again() {
+            self.bring_back()?;
+        }
         Ok(self.state.entries)
     }
 
@@ -186,19 +196,13 @@ impl TarSource<'_> {
     /// else is stored after this archive.
     pub(crate) fn finish(&mut self, ending: &Ending, last: bool) -> Result<()> {
         self.state.kept_back = KeptBack::default();
-        if let Some(later) = self.state.later.take() {
+        if self.state.later.is_some() {
             if last && self.git.is_none() {
                 // No chunk comes any more. Finding them took memory.
                 self.writer.close()?;
             }
             layerpack_sys::memory::trim();
-            later.replay(&mut |put, content| {
-                let id = self.put(put, None)?;
-                if let Some((id, content)) = id.zip(content) {
-                    self.layer.give_content(id, content);
-                }
-                Ok(())
-            })?;
+            self.replay()?;
         }
         if self.filter.selects() {
             self.layer.prune(self.start)?;
@@ -227,8 +231,9 @@ impl TarSource<'_> {
 
     /// Where an entry of this path comes to lie.
     fn landing(&self, path: &[u8]) -> Vec<u8> {
-        let of_others = |path: &[u8]| self.links.target(path);
-        let links: Option<&Targets<'_>> = match self.links.is_empty() {
+        let shadow = &self.state.shadow;
+        let of_others = |path: &[u8]| self.links.target(path).or_else(|| shadow.target(path));
+        let links: Option<&Targets<'_>> = match self.links.is_empty() && shadow.is_empty() {
             true => None,
             false => Some(&of_others),
         };
@@ -249,11 +254,12 @@ impl TarSource<'_> {
         if self.lazy && is_landmark(&path) {
             return Ok(());
         }
+        self.layer.tree.heed(); // entries that are left out are looked up too
         // By its spelling and by where it comes to lie: `lib/x` is `usr/lib/x` where `lib` is a link.
         let landed = self.filter.asks().then(|| self.landing(&entry.path));
         let wanted = match &landed {
             None => true,
-            Some(landed) => match self.wanted(&entry, &path, landed, &name) {
+            Some(landed) => match self.wanted(&entry, &path, landed, &name)? {
                 Some(wanted) => wanted,
                 None => return Ok(()),
             },
@@ -275,14 +281,7 @@ impl TarSource<'_> {
             path: std::mem::take(&mut entry.path),
             thing,
         };
-        if self.state.later.is_none()
-            && let Some((scratch, after)) = &self.state.aside
-            && self.state.entries > *after
-            && landed.is_none()
-        {
-            self.state.later = Some(Later::new(scratch));
-        }
-        let owner = match &mut self.state.later {
+        let owner = match self.set_aside(&put, landed.as_deref())? {
             Some(later) => later.push(&put)?.map(Owner::Later),
             None => self.put(&put, landed.as_deref())?.map(Owner::Node),
         };
@@ -296,14 +295,20 @@ impl TarSource<'_> {
 
     /// Whether patterns want an entry; `None`: it is left out. A directory that is not wanted may
     /// still lead to something that is.
-    fn wanted(&mut self, entry: &Entry, path: &[u8], landed: &[u8], name: &[u8]) -> Option<bool> {
+    fn wanted(
+        &mut self,
+        entry: &Entry,
+        path: &[u8],
+        landed: &[u8],
+        name: &[u8],
+    ) -> Result<Option<bool>> {
         let is_directory = entry.kind == EntryKind::Directory;
         let is_mark = name.starts_with(PREFIX);
         let excluded =
             self.filter.excludes(path, is_directory) || self.filter.excludes(landed, is_directory);
         if is_mark {
             if excluded {
-                return None;
+                return Ok(None);
             }
             if !name.starts_with(AUFS) {
                 let parent = landed.strip_suffix(name).unwrap_or_default();
@@ -314,14 +319,14 @@ impl TarSource<'_> {
                     .hide(landed.strip_suffix(name).unwrap_or_default());
             }
             let wanted = !self.filter.selects() || self.wants_mark(path, landed, name);
-            return wanted.then_some(true);
+            return Ok(wanted.then_some(true));
         }
         let wanted =
             self.filter.includes(path, is_directory) || self.filter.includes(landed, is_directory);
         if !excluded && (wanted || is_directory) {
             self.links.replace(landed);
             self.state.hidden.replace(landed);
-            return Some(wanted);
+            return Ok(Some(wanted));
         }
         match &entry.kind {
             EntryKind::Symlink if !excluded => {
@@ -332,6 +337,7 @@ impl TarSource<'_> {
         let out = match &entry.kind {
             EntryKind::Directory => None,
             EntryKind::HardLink => {
+                self.bring_back()?;
                 let target = self.landing(&entry.link);
                 self.state.hidden.at(&target).or_else(|| {
                     let id = self.layer.child_at(self.start, &target);
@@ -344,7 +350,7 @@ impl TarSource<'_> {
             Some(out) => self.state.hidden.add(landed, out),
             None => self.state.hidden.replace(landed),
         }
-        None
+        Ok(None)
     }
 
     /// Whether what a mark hides is wanted.
@@ -488,7 +494,9 @@ impl TarSource<'_> {
             true => Some(self.landing(link)),
             false => None,
         };
-        if let Some(out) = landed.as_deref().and_then(|at| self.state.hidden.at(at)) {
+        // One that was set aside names nothing of the kind.
+        let hidden = landed.as_deref().filter(|_| !self.state.replaying);
+        if let Some(out) = hidden.and_then(|at| self.state.hidden.at(at)) {
             return self.link_to_hidden(place, path, link, out);
         }
         let link = match &landed {

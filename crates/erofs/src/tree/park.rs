@@ -297,4 +297,47 @@ mod tests {
         let names: Vec<_> = tree.children(NodeId::ROOT).map(|(name, _)| name).collect();
         assert_eq!(names, [b"a".as_slice(), b"aa", b"b", b"c", b"d"]);
     }
+    /// Look-ups of names other than the last ones are right without a table too, and once they have cost
+    /// more than the table would, it is made.
+    #[test]
+    fn a_tree_that_rests_wakes_when_that_is_dear() {
+        const MANY: u32 = 20_000;
+        let mut tree = Tree::new(Metadata::default());
+        tree.rest();
+        for i in 0..MANY {
+            file(&mut tree, NodeId::ROOT, &format!("f{i:05}"), i);
+        }
+        assert!(tree.resting);
+        // The newest, one after all, and one that would be before the newest cost nothing.
+        for _ in 0..10_000 {
+            assert!(tree.child(NodeId::ROOT, b"f19999").is_some());
+            assert!(tree.child(NodeId::ROOT, b"g").is_none());
+            assert!(tree.child(NodeId::ROOT, b"f199989").is_none());
+        }
+        tree.heed();
+        assert!(tree.resting);
+        assert!(tree.child(NodeId::ROOT, b"f00000").is_some());
+        assert!(tree.child(NodeId::ROOT, b"a").is_none());
+        assert!(tree.child(NodeId::ROOT, b"f000000").is_none());
+        // Taken out without a table.
+        tree.remove(NodeId::ROOT, b"f19999").unwrap();
+        tree.remove(NodeId::ROOT, b"f19000").unwrap();
+        assert!(tree.resting && tree.child(NodeId::ROOT, b"f19000").is_none());
+        file(&mut tree, NodeId::ROOT, "f19999", 7);
+        assert!(tree.resting && tree.clone().child(NodeId::ROOT, b"f19999").is_some());
+        let len = tree.len();
+        for _ in 0..20 {
+            assert!(tree.child(NodeId::ROOT, b"f00001").is_some());
+        }
+        file(&mut tree, NodeId::ROOT, "f2", 7);
+        assert!(!tree.resting && tree.table.len() == len);
+        let mut twin = tree.clone();
+        twin.rest();
+        assert!(image(&twin) == image(&tree), "another image");
+        for i in 0..MANY {
+            let name = format!("f{i:05}");
+            let found = tree.child(NodeId::ROOT, name.as_bytes());
+            assert_eq!(found.is_some(), i != 19_000, "{name}");
+        }
+    }
 }

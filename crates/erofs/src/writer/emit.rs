@@ -50,14 +50,14 @@ pub(super) fn emit(
     let mut bytes = Vec::new();
     let mut ino = 0_u32;
     let mut symlinks = plan.long_symlinks.iter();
-    for id in &plan.order {
+    for id in plan.order() {
         ino = ino.checked_add(1).ok_or(Error::TooLarge {
             what: "inodes",
             limit: u64::from(u32::MAX),
         })?;
-        sink.pad_to(plan.nid(*id) * SLOT as u64)?;
+        sink.pad_to(plan.nid(id) * SLOT as u64)?;
         bytes.clear();
-        encode_inode(plan, options, *id, ino, &mut symlinks, &mut bytes)?;
+        encode_inode(plan, options, id, ino, &mut symlinks, &mut bytes)?;
         sink.write(&bytes)?;
     }
     sink.pad_to(plan.shared_start)?;
@@ -176,7 +176,9 @@ fn encode_inode(
         NodeKind::Directory => {
             let block = match plan.directory(id) {
                 // Without full blocks before an inline tail there is none to name.
-                Some(dir) if dir.packed.full_blocks > 0 || tail == Tail::None => dir.block,
+                Some(dir) if plan.packed(dir).full_blocks > 0 || tail == Tail::None => {
+                    plan.block(dir)
+                }
                 _ => 0,
             };
             (FileType::Directory, fits(block)?)
@@ -239,7 +241,7 @@ fn encode_inode(
     match (&node.kind, tail) {
         (NodeKind::Directory, Tail::Inline(_)) => {
             if let Some(directory) = plan.directory(id) {
-                let entries = dirents(plan, directory).skip(directory.packed.tail_first);
+                let entries = dirents(plan, directory).skip(plan.packed(directory).tail_first);
                 encode::<Error>(entries, |block| {
                     out.extend_from_slice(block);
                     Ok(())
@@ -322,8 +324,9 @@ fn dirents<'t>(plan: &Plan<'t>, directory: &Directory) -> impl Iterator<Item = D
 
 /// Writes the blocks of a directory that are not inline.
 fn emit_directory(plan: &Plan<'_>, directory: &Directory, sink: &mut Sink<'_>) -> Result<()> {
-    let inline = matches!(plan.shape(directory.node)?.2, Tail::Inline(_));
-    let blocks = directory.packed.full_blocks + u64::from(!inline);
+    let inline = matches!(plan.shape(plan.node(directory))?.2, Tail::Inline(_));
+    let blocks = plan.packed(directory).full_blocks + u64::from(!inline);
+    let first = plan.block(directory);
     let mut written = 0;
     if blocks == 0 {
         return Ok(());
@@ -332,7 +335,7 @@ fn emit_directory(plan: &Plan<'_>, directory: &Directory, sink: &mut Sink<'_>) -
         if written == blocks {
             return Ok(());
         }
-        sink.pad_to((directory.block + written) * BLOCK_SIZE)?;
+        sink.pad_to((first + written) * BLOCK_SIZE)?;
         written += 1;
         sink.write(block)
     })

@@ -11,8 +11,8 @@
 //! ```
 //!
 //! A planning pass fixes the place of everything, an emitting pass streams it out; between them
-//! they hold about 12 bytes per inode beside the tree. Nothing depends on the order in which
-//! the tree was built, and every reserved byte is zero.
+//! they hold about 8 bytes per inode beside the tree, and 16 more for each directory. Nothing depends
+//! on the order in which the tree was built, and every reserved byte is zero.
 
 mod directory;
 mod emit;

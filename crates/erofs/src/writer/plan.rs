@@ -19,18 +19,35 @@ const MAX_SYMLINK: usize = 4095;
 /// Different times that are counted one by one: files that were unpacked together have few.
 const FEW_TIMES: usize = 1 << 15;
 
-/// A directory of the plan.
+/// A directory of the plan. There may be a million.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Directory {
-    pub(super) node: NodeId,
-    pub(super) parent: NodeId,
-    first: usize, // its entries in `Plan::children`
-    len: usize,
-    pub(super) subdirectories: u32,
-    pub(super) packed: Packed,
-    /// First block of its content, if some of it is not inline.
-    pub(super) block: u64,
+    /// Its entry in the tree; [`NONE`]: it is the root.
+    entry: u32,
+    /// Its entries in `Plan::children` begin here, and end where those of the next directory begin.
+    first: u32,
+    /// Number of its inode.
+    nid: u32,
+    /// Bytes in the last block of its content.
+    tail: u16,
+    /// Directories in it, unless it is among the large ones.
+    subdirectories: u16,
 }
+const _: () = assert!(size_of::<Directory>() == 16);
+
+/// What is to be known of a directory with more than one block of content, or none of it inline.
+#[derive(Clone, Copy, Debug, Default)]
+struct Large {
+    full_blocks: u64,
+    tail_first: usize,
+    /// First block of its content.
+    block: u64,
+    subdirectories: u32,
+}
+
+/// Set in [`Plan::children`]: a name of an inode that has its place by another one. Names of a tree take
+/// less than 4 GiB, two bytes each at least, so their numbers have this bit to spare.
+const REPEATED: u32 = 1 << 31;
 
 /// How the content of an inode follows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,8 +66,6 @@ pub(super) struct Plan<'t> {
     pub(super) tree: &'t Tree,
     pub(super) epoch: Timestamp,
     pub(super) shared: Shared<'t>,
-    /// Inodes in the order in which they are written.
-    pub(super) order: Vec<NodeId>,
     /// Directories in the order of their blocks.
     pub(super) directories: Vec<Directory>,
     /// Symbolic links that are not inline, with their blocks.
@@ -62,11 +77,14 @@ pub(super) struct Plan<'t> {
     pub(super) first_block: u64,
     /// Size of the image in blocks.
     pub(super) blocks: u64,
+    /// Entries of the directories, one directory's by name after the other's, [`REPEATED`] or not:
+    /// inodes are written in that order after the root.
     children: Vec<u32>,
-    /// Numbers of inodes, by [`NodeId::index`].
+    /// How many inodes there are.
+    inodes: u64,
+    /// Numbers of inodes, by [`NodeId::index`]; of directories: indexes into `directories`.
     nids: Vec<u32>,
-    /// Indexes into `directories`.
-    numbers: HashMap<NodeId, usize>,
+    large: HashMap<NodeId, Large>,
 }
 
 impl<'t> Plan<'t> {
@@ -75,7 +93,6 @@ impl<'t> Plan<'t> {
             tree,
             epoch: Timestamp::default(),
             shared: Shared::default(),
-            order: Vec::with_capacity(tree.len()),
             directories: Vec::new(),
             long_symlinks: Vec::new(),
             chunked: false,
@@ -83,15 +100,16 @@ impl<'t> Plan<'t> {
             first_block: 0,
             blocks: 0,
             children: Vec::with_capacity(tree.len()),
+            inodes: 0,
             nids: vec![NONE; tree.slots()],
-            numbers: HashMap::new(),
+            large: HashMap::new(),
         };
         plan.number_inodes()?;
-        for id in &plan.order {
-            check_node(&tree.node(*id), options).map_err(|reason| plan.refuse(*id, reason))?;
+        for id in plan.order() {
+            check_node(&tree.node(id), options).map_err(|reason| plan.refuse(id, reason))?;
         }
         plan.epoch = options.build_time.unwrap_or_else(|| plan.commonest_time());
-        let shared = Shared::new(tree, plan.order.iter().copied());
+        let shared = Shared::new(tree, plan.order());
         plan.shared = shared.map_err(|(id, reason)| plan.refuse(id, reason))?;
         plan.place_inodes(options.has_device())?;
         plan.place_blocks(options.data_blocks)?;
@@ -99,18 +117,73 @@ impl<'t> Plan<'t> {
     }
 
     pub(super) fn inode_count(&self) -> u64 {
-        self.order.len() as u64
+        self.inodes
+    }
+
+    /// Inodes in the order in which they are written.
+    pub(super) fn order(&self) -> impl Iterator<Item = NodeId> {
+        (0..=self.children.len()).filter_map(|index| self.in_order(index))
+    }
+
+    /// The inode with a number of those in the order, of which some are left out.
+    fn in_order(&self, index: usize) -> Option<NodeId> {
+        let Some(before) = index.checked_sub(1) else {
+            return Some(NodeId::ROOT);
+        };
+        let entry = *self.children.get(before)?;
+        (entry & REPEATED == 0).then(|| self.tree.entry(entry).1)
+    }
+
+    /// The inode of a directory.
+    pub(super) fn node(&self, directory: &Directory) -> NodeId {
+        match directory.entry {
+            NONE => NodeId::ROOT,
+            entry => self.tree.entry(entry).1,
+        }
+    }
+
+    /// The directory that a directory is in; the root is in itself.
+    fn parent(&self, directory: &Directory) -> NodeId {
+        match directory.entry {
+            NONE => NodeId::ROOT,
+            entry => self.tree.holder(entry),
+        }
     }
 
     pub(super) fn nid(&self, id: NodeId) -> u64 {
-        self.nids.get(id.index()).map_or(0, |nid| u64::from(*nid))
+        match self.directory(id) {
+            Some(directory) => directory.nid.into(),
+            None => self.nids.get(id.index()).map_or(0, |nid| u64::from(*nid)),
+        }
     }
 
     pub(super) fn directory(&self, id: NodeId) -> Option<&Directory> {
         if !self.tree.is_dir(id) {
             return None;
         }
-        self.directories.get(*self.numbers.get(&id)?)
+        self.directories.get(self.number(id)?)
+    }
+
+    /// The index of a directory.
+    fn number(&self, id: NodeId) -> Option<usize> {
+        usize::try_from(*self.nids.get(id.index())?).ok()
+    }
+
+    /// How the content of a directory is packed.
+    pub(super) fn packed(&self, directory: &Directory) -> Packed {
+        let large = self.large.get(&self.node(directory));
+        let large = large.copied().unwrap_or_default();
+        Packed {
+            full_blocks: large.full_blocks,
+            tail: directory.tail.into(),
+            tail_first: large.tail_first,
+        }
+    }
+
+    /// First block of a directory's content; 0 if all of it is inline.
+    pub(super) fn block(&self, directory: &Directory) -> u64 {
+        let large = self.large.get(&self.node(directory));
+        large.map_or(0, |large| large.block)
     }
 
     /// Entries of a directory in order, `.` and `..` included.
@@ -118,17 +191,23 @@ impl<'t> Plan<'t> {
         &self,
         directory: &Directory,
     ) -> impl Iterator<Item = (&'t [u8], NodeId)> {
-        let end = directory.first + directory.len;
-        let all = self.children.get(directory.first..end).unwrap_or_default();
+        let (node, parent) = (self.node(directory), self.parent(directory));
+        let next = self.number(node).and_then(|number| {
+            let next = self.directories.get(number + 1)?;
+            usize::try_from(next.first).ok()
+        });
+        let first = usize::try_from(directory.first).unwrap_or(usize::MAX);
+        let all = first..next.unwrap_or(self.children.len());
+        let all = self.children.get(all).unwrap_or_default();
         let tree = self.tree;
-        let before = |dots: &[u8]| all.partition_point(|entry| tree.entry(*entry).0 < dots);
+        let entry = move |index: &u32| tree.entry(*index & !REPEATED);
+        let before = |dots: &[u8]| all.partition_point(|index| entry(index).0 < dots);
         let (head, rest) = all.split_at(before(b"."));
         let (middle, tail) = rest.split_at(before(b"..") - head.len());
-        let entry = move |index: &u32| tree.entry(*index);
         (head.iter().map(entry))
-            .chain([(b".".as_slice(), directory.node)])
+            .chain([(b".".as_slice(), node)])
             .chain(middle.iter().map(entry))
-            .chain([(b"..".as_slice(), directory.parent)])
+            .chain([(b"..".as_slice(), parent)])
             .chain(tail.iter().map(entry))
     }
 
@@ -152,7 +231,7 @@ impl<'t> Plan<'t> {
         let tail = match &node.kind {
             NodeKind::Directory => inline(
                 self.directory(id)
-                    .map_or(0, |directory| directory.packed.tail),
+                    .map_or(0, |directory| directory.tail.into()),
             ),
             NodeKind::Symlink(target) => inline(target.len()),
             NodeKind::File(FileData {
@@ -184,7 +263,11 @@ impl<'t> Plan<'t> {
     /// Links as `stat` shows them.
     pub(super) fn links(&self, id: NodeId) -> u32 {
         match self.directory(id) {
-            Some(directory) => directory.subdirectories.saturating_add(2),
+            Some(directory) => {
+                let large = self.large.get(&id).map(|large| large.subdirectories);
+                let own = || directory.subdirectories.into();
+                large.unwrap_or_else(own).saturating_add(2)
+            }
             None => self.tree.node(id).nlink(),
         }
     }
@@ -192,7 +275,7 @@ impl<'t> Plan<'t> {
     /// Size as `stat` shows it.
     pub(super) fn size(&self, id: NodeId) -> u64 {
         match &self.tree.node(id).kind {
-            NodeKind::Directory => self.directory(id).map_or(0, |dir| dir.packed.size()),
+            NodeKind::Directory => (self.directory(id)).map_or(0, |dir| self.packed(dir).size()),
             NodeKind::File(data) => data.size,
             NodeKind::Symlink(target) => target.len() as u64,
             _ => 0,
@@ -212,54 +295,83 @@ impl<'t> Plan<'t> {
             && u32::try_from(self.size(id)).is_ok()
     }
 
-    /// Fills `order`, `directories` and `children`.
+    /// Fills `directories` and `children`.
     fn number_inodes(&mut self) -> Result<()> {
-        self.order.push(NodeId::ROOT);
-        let mut stack = vec![(NodeId::ROOT, NodeId::ROOT)];
-        while let Some((node, parent)) = stack.pop() {
-            let first = self.children.len();
-            self.tree.sorted_entries(node, &mut self.children);
+        let too_many = |what| Error::TooLarge {
+            what,
+            limit: u64::from(NONE),
+        };
+        if !self.tree.is_dir(NodeId::ROOT) {
+            return Err(Error::NotADirectory { name: Vec::new() });
+        }
+        self.inodes = 1;
+        // Entries that are directories.
+        let mut stack: Vec<u32> = vec![NONE];
+        while let Some(entry) = stack.pop() {
+            let start = self.children.len();
             let mut directory = Directory {
-                node,
-                parent,
-                first,
-                len: self.children.len() - first,
+                entry,
+                first: u32::try_from(start).map_err(|_| too_many("names"))?,
+                nid: NONE,
+                tail: 0,
                 subdirectories: 0,
-                packed: Packed::default(),
-                block: 0,
             };
-            directory.packed = pack(self.entries(&directory).map(|(name, _)| name.len()));
-            let below = stack.len();
-            for entry in self.children.get(first..).unwrap_or_default() {
-                let (name, child) = self.tree.entry(*entry);
-                let is_dir = self.tree.is_dir(child);
-                let Some(nid) = self.nids.get_mut(child.index()) else {
-                    continue;
-                };
-                let is_new = *nid == NONE;
-                *nid = 0;
-                if is_new {
-                    self.order.push(child);
-                }
-                if !is_dir {
-                    if !self.tree.is_childless(child) {
-                        return Err(Error::NotADirectory {
-                            name: name.to_vec(),
-                        });
-                    }
-                    continue;
-                }
-                if !is_new || child == NodeId::ROOT {
-                    return Err(Error::DirectoryLink {
-                        name: name.to_vec(),
-                    });
-                }
-                directory.subdirectories = directory.subdirectories.saturating_add(1);
-                stack.push((child, node));
+            let node = self.node(&directory);
+            self.tree.sorted_entries(node, &mut self.children);
+            let number = u32::try_from(self.directories.len());
+            if let Some(place) = self.nids.get_mut(node.index()) {
+                *place = number.map_err(|_| too_many("directories"))?;
             }
+            let packed = pack(self.entries(&directory).map(|(name, _)| name.len()));
+            let below = stack.len();
+            self.enter(start, &mut stack)?;
+            let subdirectories = stack.len() - below;
             stack.get_mut(below..).unwrap_or_default().reverse();
-            self.numbers.insert(node, self.directories.len());
+            directory.tail = u16::try_from(packed.tail).unwrap_or(u16::MAX); // of 4096 at most
+            // One of a single block has far less.
+            directory.subdirectories = u16::try_from(subdirectories).unwrap_or(u16::MAX);
+            if packed.full_blocks > 0 {
+                let large = Large {
+                    full_blocks: packed.full_blocks,
+                    tail_first: packed.tail_first,
+                    block: 0,
+                    subdirectories: u32::try_from(subdirectories).unwrap_or(u32::MAX),
+                };
+                self.large.insert(node, large);
+            }
             self.directories.push(directory);
+        }
+        Ok(())
+    }
+
+    /// Looks at the entries of a directory, which begin at `start`: puts the directories among them on
+    /// the stack and marks names that are not an inode's first.
+    fn enter(&mut self, start: usize, stack: &mut Vec<u32>) -> Result<()> {
+        for place in self.children.get_mut(start..).unwrap_or_default() {
+            let (name, child) = self.tree.entry(*place);
+            let is_dir = self.tree.is_dir(child);
+            let Some(nid) = self.nids.get_mut(child.index()) else {
+                continue;
+            };
+            let is_new = *nid == NONE;
+            if is_dir && (!is_new || child == NodeId::ROOT) {
+                return Err(Error::DirectoryLink {
+                    name: name.to_vec(),
+                });
+            }
+            if !is_dir && !self.tree.is_childless(child) {
+                return Err(Error::NotADirectory {
+                    name: name.to_vec(),
+                });
+            }
+            *nid = 0;
+            if is_dir {
+                stack.push(*place);
+            }
+            match is_new {
+                true => self.inodes += 1,
+                false => *place |= REPEATED,
+            }
         }
         Ok(())
     }
@@ -284,9 +396,9 @@ impl<'t> Plan<'t> {
 
     /// The times of the inodes that are small if they have no time of their own.
     fn times(&self) -> impl Iterator<Item = Timestamp> {
-        self.order.iter().filter_map(|id| {
-            let node = self.tree.node(*id);
-            self.fits_compact(*id, &node).then(|| node.metadata.mtime)
+        self.order().filter_map(|id| {
+            let node = self.tree.node(id);
+            self.fits_compact(id, &node).then(|| node.metadata.mtime)
         })
     }
 
@@ -316,9 +428,9 @@ impl<'t> Plan<'t> {
             0
         };
         let mut position = (SUPERBLOCK_OFFSET + size_of::<RawSuperblock>() + devices) as u64;
-        for index in 0..self.order.len() {
-            let Some(&id) = self.order.get(index) else {
-                break;
+        for index in 0..=self.children.len() {
+            let Some(id) = self.in_order(index) else {
+                continue;
             };
             let (core, body, tail) = self.shape(id)?;
             self.chunked |= matches!(tail, Tail::Chunks(_));
@@ -346,7 +458,13 @@ impl<'t> Plan<'t> {
                 what: "slots of inodes",
                 limit: u64::from(NONE),
             })?;
-            if let Some(place) = self.nids.get_mut(id.index()) {
+            let directory = match self.tree.is_dir(id) {
+                true => self.number(id),
+                false => None,
+            };
+            if let Some(directory) = directory.and_then(|number| self.directories.get_mut(number)) {
+                directory.nid = nid;
+            } else if let Some(place) = self.nids.get_mut(id.index()) {
                 *place = nid;
             }
             position = position
@@ -368,15 +486,21 @@ impl<'t> Plan<'t> {
             let Some(directory) = self.directories.get(index).copied() else {
                 break;
             };
-            let inline = matches!(self.shape(directory.node)?.2, Tail::Inline(_));
-            if let Some(directory) = self.directories.get_mut(index) {
-                directory.block = next;
+            let node = self.node(&directory);
+            let inline = matches!(self.shape(node)?.2, Tail::Inline(_));
+            let blocks = self.packed(&directory).full_blocks + u64::from(!inline);
+            if blocks > 0 {
+                let large = self.large.entry(node).or_insert(Large {
+                    subdirectories: directory.subdirectories.into(),
+                    ..Large::default()
+                });
+                large.block = next;
             }
-            next += directory.packed.full_blocks + u64::from(!inline);
+            next += blocks;
         }
-        for index in 0..self.order.len() {
-            let Some(&id) = self.order.get(index) else {
-                break;
+        for index in 0..=self.children.len() {
+            let Some(id) = self.in_order(index) else {
+                continue;
             };
             if let NodeKind::Symlink(_) = self.tree.node(id).kind
                 && self.shape(id)?.2 == Tail::None

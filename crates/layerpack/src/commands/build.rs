@@ -100,6 +100,7 @@ pub(super) fn options(
     options.git_index = args.git_index;
     options.allow_empty = args.allow_empty;
     options.cache = context.cache_dir().map(|cache| cache.join("build"));
+    options.scratch = Some(context.scratch_dir());
     options.fresh = args.no_cache;
     Ok(options)
 }

@@ -78,6 +78,6 @@ pub(super) fn options(
     options.xattrs.extend(args.xattr);
     options.registry = registries::image_options(args.plain_http);
     options.downloads = context.cache_dir().map(|dir| dir.join("downloads"));
-    options.scratch = context.cache_dir().map(|cache| cache.join("build"));
+    options.scratch = Some(context.scratch_dir());
     Ok(options)
 }

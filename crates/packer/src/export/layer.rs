@@ -16,6 +16,8 @@ use crate::path::join;
 use crate::warnings::Warnings;
 
 const PREFIX: &[u8] = b".wh.";
+/// Why the removal of a file cannot be told.
+const GONE: &str = "the layer takes this file of the layers below away, which layers of images cannot say: names that begin with \".wh.\" are whiteouts in them themselves; export an archive of the whole tree, or keep the file";
 
 /// How a layer is written.
 pub(super) struct Writing<'a> {
@@ -73,6 +75,13 @@ impl Writing<'_> {
     ) -> Result<()> {
         let node = layer.tree.node(id);
         let name = path.rsplit(|byte| *byte == b'/').next().unwrap_or_default();
+        if self.image && name.starts_with(PREFIX) && layer.is_whiteout(id) {
+            // Only what is not there can be taken away without a mark.
+            return match self.below.is_some_and(|below| shows(below, path)) {
+                true => Err(PackError::unsupported(path, GONE)),
+                false => Ok(()),
+            };
+        }
         if self.image && name.starts_with(PREFIX) {
             let why = "layers of images take names that begin with \".wh.\" for whiteouts; rename or exclude it";
             return Err(PackError::unsupported(path, why));
@@ -248,6 +257,12 @@ impl Writing<'_> {
             source,
         }
     }
+}
+
+/// Whether there is something at a path of a layer.
+fn shows(layer: &Layer, path: &[u8]) -> bool {
+    let there = layer.tree.resolve(path);
+    there.is_some_and(|id| !layer.is_whiteout(id))
 }
 
 /// A file's content, where the walk comes to its first name.

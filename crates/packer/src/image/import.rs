@@ -22,6 +22,7 @@ use crate::merge::overlay;
 use crate::model::Layer;
 use crate::options::{ASIDE_AFTER, BuildReport, DEFAULT_XATTRS, EntryCounts, Limits, Progress};
 use crate::owner::Owners;
+use crate::path::components;
 use crate::split::{self, Said, Split, SplitReport};
 use crate::tar::{self, Reader};
 use crate::tar_source::{Links, State, TarSource};
@@ -72,7 +73,7 @@ pub struct ImportOptions {
     /// Whose things are in the layers, as for a build.
     pub owners: Owners,
     /// Path in the layers below which the image is put, as for a build; the image's configuration
-    /// does not go along then, since its paths are others.
+    /// does not go along then, since its paths are others, unless it is the root.
     pub at: Option<Vec<u8>>,
     /// Whether git's indexes are refreshed, as for a build. With `per_layer` an index gets what
     /// is shown of the files of its own layer.
@@ -230,7 +231,9 @@ fn annotations(image: &Image, options: &ImportOptions) -> BTreeMap<String, Strin
     let mut annotations = options.annotations.clone();
     let config = image.config.config.as_ref().map(ToString::to_string);
     let config = config.filter(|config| config.len() <= MAX_ANNOTATION);
-    if let Some(config) = config.filter(|_| options.at.is_none()) {
+    // At `/` its paths are what they were.
+    let moved = (options.at.as_deref()).is_some_and(|at| !components(at).is_empty());
+    if let Some(config) = config.filter(|_| !moved) {
         annotations.insert(CONFIG.to_owned(), config);
     }
     if let Some(digest) = &image.digest {
@@ -251,6 +254,8 @@ struct End {
     spools: bool,
     /// No others are stored after them.
     closes: bool,
+    /// Nobody asks for names when the layer is read.
+    rests: bool,
 }
 
 struct Import<'a> {
@@ -339,6 +344,7 @@ impl Import<'_> {
                 // Else contents are asked for before they are laid out.
                 spools: count == 1 && !split && self.git.is_none(),
                 closes: index + 1 == count,
+                rests: count == 1 && self.git.is_none() && !self.filter.selects(),
             };
             let read = self.layer(blob, diff_id, merged, end, &mut writer, &mut warnings);
             let (layer, below) = match read {
@@ -384,6 +390,7 @@ impl Import<'_> {
             let end = End {
                 spools: index == 0 && self.git.is_none(),
                 closes: true,
+                rests: false, // the next layer lies on it
             };
             let read = self.layer(blob, diff_id, merged, end, &mut writer, &mut warnings);
             let (layer, below) = match read {
@@ -478,6 +485,9 @@ impl Import<'_> {
             None => Layer::new(true),
             Some(below) => Layer::above(below),
         };
+        if end.rests {
+            layer.tree.rest();
+        }
         if end.spools {
             layer.spool_contents(options.scratch.as_deref());
         }

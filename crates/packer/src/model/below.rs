@@ -63,6 +63,11 @@ impl Layer {
         layer
     }
 
+    /// Whether layers below are known.
+    pub(crate) fn is_above_others(&self) -> bool {
+        self.below.is_some()
+    }
+
     /// Takes the layers below back.
     pub(crate) fn take_below(&mut self) -> Option<Self> {
         self.below.take().map(|below| below.layer)

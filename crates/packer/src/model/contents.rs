@@ -1,5 +1,6 @@
 //! What the files of a layer hold. Most files are one chunk and nothing else, which takes 8 bytes
 //! here and 32 in a temporary file, if there is to be one, so that a million of them are no burden.
+//! Files without a chunk, empty ones mostly, share what is kept of the last one of their size.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -27,6 +28,9 @@ pub(crate) struct Contents {
     lens: Vec<u32>,
     digests: Spool<{ Digest::LEN }>,
     others: Vec<Content>,
+    /// What [`Contents::keep`] said of the last content without chunks of a size: of none at all, and of
+    /// another one.
+    without: [Option<(u64, u32)>; 2],
     /// Where temporary files are to be.
     scratch: Option<PathBuf>,
     /// Why a digest could not be read. What was not there for that reason is missing in whatever
@@ -233,9 +237,22 @@ impl Contents {
                 self.digests.push(piece.digest.as_bytes());
                 number(self.lens.len())?
             }
-            _ => {
+            pieces => {
+                let without = match pieces.is_empty() {
+                    true => self.without.get_mut(usize::from(content.size > 0)),
+                    false => None,
+                };
+                if let Some(Some((size, kept))) = without.as_deref().copied()
+                    && size == content.size
+                {
+                    return Ok(kept);
+                }
+                let kept = number(self.others.len() + 1)? | OTHER;
+                if let Some(without) = without {
+                    *without = Some((content.size, kept));
+                }
                 self.others.push(content);
-                number(self.others.len())? | OTHER
+                kept
             }
         })
     }
@@ -329,6 +346,38 @@ mod tests {
         for together in [1, 13, 1000, 2999] {
             assert_eq!(contents.repeats_among(together).unwrap(), whole);
         }
+    }
+
+    #[test]
+    fn files_without_chunks_share_what_is_kept() {
+        let mut tree = Tree::new(Metadata::default());
+        let mut contents = Contents::default();
+        let mut all = Vec::new();
+        for i in 0..3000_u32 {
+            let kind = NodeKind::File(FileData::empty());
+            let name = i.to_string();
+            let id = tree.insert(NodeId::ROOT, name.as_bytes(), Metadata::default(), kind);
+            // Empty, a hole of one of a few sizes, and with something else in between.
+            let (size, pieces) = match i % 3 {
+                0 => (0, Vec::new()),
+                1 => (1 << (20 + i / 1000), Vec::new()),
+                _ if i < 10 => (70_000, vec![piece(0, 10), piece(20_000, 10)]),
+                _ => (0, Vec::new()),
+            };
+            let pieces = pieces.into();
+            let content = Content { size, pieces };
+            let id = id.unwrap();
+            contents.set(id, content.clone()).unwrap();
+            all.push((id, content));
+        }
+        for (id, content) in &all {
+            assert!(contents.has(*id));
+            assert_eq!(contents.get(*id).as_ref(), Some(content));
+            assert_eq!(contents.size(*id), content.size);
+        }
+        // The empty one, three or four sizes of holes, three others.
+        assert!(contents.others.len() < 10, "{}", contents.others.len());
+        assert!(contents.lens.is_empty());
     }
 
     #[test]

@@ -10,6 +10,7 @@
 mod bounds;
 mod gzip;
 mod lazy;
+mod stdin;
 
 use std::io::{BufReader, Cursor, Read};
 use std::path::Path;
@@ -67,7 +68,11 @@ impl Input {
 /// for each stored one are an error, if they are many.
 pub(crate) fn open(path: &Path, max_ratio: u64) -> Result<Input> {
     if path == Path::new(STDIN) {
-        return decode(std::io::stdin(), Path::new("standard input"), max_ratio);
+        let name = Path::new("standard input");
+        return match stdin::file() {
+            Some(file) => decode(file, name, max_ratio),
+            None => decode(std::io::stdin(), name, max_ratio),
+        };
     }
     let io = |action, source| PackError::io(action, path.display().to_string(), source);
     let file = fs_err::File::open(path).map_err(|source| PackError::source(path, source))?;
@@ -88,7 +93,10 @@ pub(crate) fn open(path: &Path, max_ratio: u64) -> Result<Input> {
 
 /// Whether what is at `path` can be opened again from its beginning: not a pipe.
 pub(crate) fn can_be_read_twice(path: &Path) -> bool {
-    path != Path::new(STDIN) && fs_err::metadata(path).is_ok_and(|file| file.is_file())
+    match path == Path::new(STDIN) {
+        true => stdin::file().is_some(),
+        false => fs_err::metadata(path).is_ok_and(|file| file.is_file()),
+    }
 }
 
 /// The uncompressed bytes of `input`, which is called `path` in messages.

@@ -3,7 +3,7 @@
 
 use layerpack_erofs::NodeId;
 
-/// Bytes that are kept back at most, about.
+/// Bytes that are kept back at most, about, with what is noted of each file.
 const MOST: usize = 4 << 20;
 
 /// Whose a content is.
@@ -49,7 +49,7 @@ impl KeptBack {
 
     /// Whether they are to be stored now.
     pub(super) fn is_full(&self) -> bool {
-        self.bytes.len() >= MOST
+        self.bytes.len() + self.files.len() * size_of::<Kept>() >= MOST
     }
 
     /// Forgets all, and gives each to `each`: whose it is, its name, its bytes.
@@ -104,5 +104,16 @@ mod tests {
         kept.push(Owner::Node(NodeId::ROOT), b"a", much).unwrap();
         assert!(kept.is_full());
         kept.drain(|_, _, _| Err(())).unwrap_err();
+        // Many without bytes are much too.
+        let mut kept = KeptBack::default();
+        let mut files = 0;
+        while !kept.is_full() {
+            kept.push(Owner::Later(files), b"", |_| Ok::<_, ()>(0))
+                .unwrap();
+            files += 1;
+        }
+        assert_eq!(files, MOST.div_ceil(size_of::<Kept>()));
+        kept.drain(|_, _, _| Ok::<_, ()>(())).unwrap();
+        assert!(!kept.is_full());
     }
 }

@@ -11,6 +11,7 @@ use layerpack_packer::{
 };
 use layerpack_store::LayerStore;
 
+use crate::difference::difference;
 use crate::merge::{pack, random_layer, try_merge};
 use crate::support::{Packed, chain, memory_store, options, try_pack};
 
@@ -387,4 +388,40 @@ fn names_of_whiteouts_are_no_names_of_files_in_an_image() {
 
 fn target(scheme: &str, path: &Path) -> String {
     format!("{scheme}:{}", path.display())
+}
+
+/// That such a file is gone cannot be said in an image's layer either, and need not where nobody has it.
+#[test]
+fn a_file_with_a_whiteouts_name_that_is_gone_is_told_where_somebody_has_it() {
+    let store = memory_store();
+    let scratch = ScratchDir::new("marks").unwrap();
+    let (old, new) = (scratch.mkdir("old").unwrap(), scratch.mkdir("new").unwrap());
+    fs_err::create_dir_all(old.join("etc")).unwrap();
+    fs_err::write(old.join("etc/.wh.foo"), "x").unwrap();
+    fs_err::write(old.join("gone"), "x").unwrap();
+    fs_err::create_dir_all(new.join("etc")).unwrap();
+    let base = try_pack(&store, &options("base/old:1", Source::Dir(old))).unwrap();
+    let diff = difference(
+        &store,
+        "diff/d:1",
+        Source::Dir(new.clone()),
+        &["base/old:1"],
+    );
+    assert!(diff.tree().is_whiteout("etc/.wh.foo") && diff.tree().is_whiteout("gone"));
+    let layer = scratch.join("layer.tar");
+    let error = export_layer(&store, &[base.digest, diff.digest], &layer, &Silent);
+    let error = error.unwrap_err().to_string();
+    assert!(
+        error.contains("etc/.wh.foo") && error.contains("takes this file"),
+        "{error}"
+    );
+    assert!(!layer.exists());
+    // On a base that has no such file the same layer says nothing of it.
+    let other = try_pack(&store, &options("base/new:1", Source::Dir(new))).unwrap();
+    for stack in [&[other.digest, diff.digest][..], &[diff.digest]] {
+        export_layer(&store, stack, &layer, &Silent).unwrap();
+        let bytes = fs_err::read(&layer).unwrap();
+        let has = |name: &[u8]| bytes.windows(name.len()).any(|there| there == name);
+        assert!(has(b".wh.gone") && !has(b".wh.foo"));
+    }
 }

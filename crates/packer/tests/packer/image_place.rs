@@ -71,6 +71,30 @@ fn an_image_is_put_below_a_path() {
     assert!(error.unwrap_err().to_string().contains("below the root"));
 }
 
+/// The root is no other place.
+#[test]
+fn an_image_at_the_root_keeps_its_configuration() {
+    let scratch = ScratchDir::new("image").unwrap();
+    let only = layer(|tar| {
+        tar.dir("./", 0o711).file("a", "1");
+    });
+    Layout::new(scratch.path()).image("t", "amd64", &[only.finish()]);
+    let manifest = |at: Option<&str>| {
+        let mut options = options(&scratch, "");
+        options.at = at.map(|at| at.as_bytes().to_vec());
+        let store = memory_store();
+        let report = import(&store, &options, &Silent).unwrap();
+        Packed::load(&store, report.layers[0].published.digest, Vec::new()).manifest
+    };
+    let plain = manifest(None);
+    assert!(plain.annotations.contains_key("oci.config"));
+    for at in ["/", "", "./", "/x/.."] {
+        let placed = manifest(Some(at));
+        assert_eq!(placed.annotations, plain.annotations, "{at}");
+        assert_eq!(placed.layer_id(), plain.layer_id(), "{at}");
+    }
+}
+
 /// Entries that are set aside until contents are stored make the same layers.
 #[test]
 fn images_whose_entries_are_set_aside_are_the_same() {

@@ -13,6 +13,7 @@
 mod archive;
 mod archive_damage;
 mod archive_sparse;
+mod aside;
 mod cache;
 mod compressed;
 mod difference;
