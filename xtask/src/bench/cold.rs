@@ -20,6 +20,8 @@ use super::{Bench, remove, roots};
 use crate::process;
 use crate::steps::say;
 
+pub(super) mod peers;
+
 /// The environment, bottom first.
 const STACK: [&str; 2] = ["base/root:1", "workspace/work:1"];
 /// Delays of a request, in milliseconds.
