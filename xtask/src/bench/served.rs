@@ -239,11 +239,56 @@ pub(super) fn squashfuse(image: &Path, target: &Path) -> Command {
     command
 }
 
+/// A remote file as a local one by httpdirfs, which keeps what it fetched, in pieces of 1 MiB.
+///
+/// # Errors
+/// As [`Served::program`].
+pub(super) fn httpdirfs(served: &mut Served, url: &str) -> Result<PathBuf> {
+    let (target, cache) = (served.place("remote")?, served.place("cache")?);
+    let mut command = Command::new("httpdirfs");
+    command
+        .args(["-f", "--cache", "--cache-location"])
+        .arg(cache);
+    command.args(["--dl-seg-size", "1", "--single-file-mode"]);
+    // It looks for a header that is not in replies to ranges.
+    command.arg("--no-range-check").arg(url).arg(&target);
+    served.mounting(&mut command, &target)?;
+    Ok(target.join(last_part(url)))
+}
+
+/// The same by nbdfuse, with nbdkit's plugin for the web and its cache, in pieces of 256 KiB. Its
+/// readahead does nothing with that plugin.
+///
+/// # Errors
+/// As [`Served::program`].
+pub(super) fn nbdfuse(served: &mut Served, url: &str) -> Result<PathBuf> {
+    let (target, cache) = (served.place("remote")?, served.place("cache")?);
+    let (socket, file) = (cache.join("socket"), target.join(last_part(url)));
+    let mut nbdkit = Command::new("nbdkit");
+    nbdkit
+        .args(["--foreground", "--readonly", "--unix"])
+        .arg(&socket)
+        .args(["--filter=cache", "curl", url])
+        .args(["cache-on-read=true", "cache-min-block-size=256K"])
+        .env("TMPDIR", &cache);
+    served.program(&mut nbdkit, || socket.exists())?;
+    let mut nbdfuse = Command::new("nbdfuse");
+    nbdfuse.args(["--readonly", "-o", "kernel_cache"]);
+    nbdfuse.arg(&file).arg("--unix").arg(&socket);
+    served.mounting(&mut nbdfuse, &target)?;
+    Ok(file)
+}
+
+fn last_part(url: &str) -> &str {
+    url.rsplit('/').next().unwrap_or_default()
+}
+
 #[cfg(test)]
 mod tests {
     use layerpack_fixtures::guards::ScratchDir;
 
     use super::*;
+    use crate::bench::origin::Origin;
 
     #[test]
     fn what_a_program_says_is_in_the_error_and_nothing_stays() {
@@ -281,6 +326,47 @@ mod tests {
         let id = served.stages[0].program.as_ref().unwrap().id();
         drop(served);
         assert!(!Path::new(&format!("/proc/{id}")).exists());
+    }
+
+    /// Both ways of showing a remote image, through the relay that benches count at.
+    #[test]
+    fn privileged_remote_images_are_served() {
+        if !layerpack_fixtures::is_root() {
+            layerpack_fixtures::skip!("needs root to mount");
+        }
+        let programs = [
+            "httpdirfs",
+            "nbdkit",
+            "nbdfuse",
+            "mksquashfs",
+            "squashfuse_ll",
+        ];
+        if let Some(program) = lacking(&programs) {
+            layerpack_fixtures::skip!("{program} is not installed");
+        }
+        let scratch = ScratchDir::new("served").unwrap();
+        let source = scratch.mkdir("source").unwrap();
+        let contents = layerpack_fixtures::rng::Rng::new(1).bytes(5 << 20);
+        fs_err::write(source.join("file"), &contents).unwrap();
+        let images = scratch.mkdir("images").unwrap();
+        squashfs(&source, &images.join("image.sqfs")).unwrap();
+        let origin = Origin::start(&images).unwrap();
+        let url = format!("{}image.sqfs", origin.url());
+        origin.relay().delay(1);
+        for show in [httpdirfs, nbdfuse] {
+            origin.relay().counted();
+            let mut served = Served::new(&scratch.join("peer")).unwrap();
+            let file = show(&mut served, &url).unwrap();
+            let target = served.place("tree").unwrap();
+            served
+                .mounting(&mut squashfuse(&file, &target), &target)
+                .unwrap();
+            assert!(fs_err::read(target.join("file")).unwrap() == contents);
+            let (requests, bytes) = origin.relay().counted();
+            assert!(requests > 3 && bytes > 5 << 20, "{requests} {bytes}");
+            assert!(served.usage().unwrap().written > 0);
+            served.end().unwrap();
+        }
     }
 
     #[test]
