@@ -249,9 +249,10 @@ pub(super) fn httpdirfs(served: &mut Served, url: &str) -> Result<PathBuf> {
     command
         .args(["-f", "--cache", "--cache-location"])
         .arg(cache);
-    command.args(["--dl-seg-size", "1", "--single-file-mode"]);
-    // It looks for a header that is not in replies to ranges.
-    command.arg("--no-range-check").arg(url).arg(&target);
+    // It looks for a header that is not in replies to ranges. As the last option, before the
+    // address, this one would not count.
+    command.args(["--dl-seg-size", "1", "--no-range-check"]);
+    command.arg("--single-file-mode").arg(url).arg(&target);
     served.mounting(&mut command, &target)?;
     Ok(target.join(last_part(url)))
 }
