@@ -255,7 +255,7 @@ fn privileged_top_tells_what_is_copied_from_what_is_fetched() {
     // At most the frame of the new file, whose neighbours come with it.
     let fetched = row(&dirs[1])["fetched_bytes_per_second"].as_u64().unwrap();
     assert!(fetched < copied(row(&dirs[1])), "{seen}");
-    let table = node.ok(["top", "--once", "--interval", "100ms"]);
+    let table = node.ok(["top", "--once", "--interval", "1s"]);
     assert!(table.contains("COPIED/S"), "{table}");
     for dir in &dirs {
         node.ok(["umount", dir]);
