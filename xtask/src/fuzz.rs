@@ -1,9 +1,15 @@
 //! `cargo xtask fuzz`: runs the fuzz targets.
 //!
 //! With a nightly compiler and cargo-fuzz, by libFuzzer with coverage and the address sanitizer;
-//! else by the plain mutator of `layerpack-fuzz`, in this compiler's release build. New inputs
-//! that libFuzzer keeps go to `fuzz/corpus`, inputs that make a target fail to `fuzz/artifacts`;
-//! neither is committed. One that was fixed becomes a seed: `fuzz/seeds/TARGET/found-WHAT`.
+//! else by the plain mutator of `layerpack-fuzz`, in this compiler's release build. To have the
+//! first: `rustup toolchain install nightly` and `cargo install cargo-fuzz --locked`, whose program
+//! has to be on `PATH`. It compiles for some minutes the first time, into `fuzz/target`.
+//!
+//! New inputs that libFuzzer keeps go to `fuzz/corpus`, inputs that make a target fail to
+//! `fuzz/artifacts`; neither is committed. A failure is seen again by
+//! `cargo +nightly fuzz run TARGET fuzz/artifacts/TARGET/FILE`, made smaller by `cargo +nightly
+//! fuzz tmin TARGET FILE`, and becomes a seed once it is mended: `fuzz/seeds/TARGET/found-WHAT`,
+//! which the tests run too.
 
 use std::path::Path;
 use std::process::Command;
@@ -27,6 +33,9 @@ pub(crate) fn run(seconds: u64, target: Option<String>, plain: bool) -> Result<(
         Some(target) => bail!("there is no target {target}; there are {}", all.join(", ")),
     };
     let libfuzzer = !plain && has_libfuzzer();
+    if libfuzzer {
+        say("by libFuzzer, with coverage; the first run compiles for some minutes");
+    }
     let mut steps = Steps::new(chosen.len());
     let mut failed = Vec::new();
     for target in &chosen {
@@ -89,7 +98,7 @@ fn has_libfuzzer() -> bool {
         wanted.push("`rustup toolchain install nightly`");
     }
     if !tool {
-        wanted.push("`cargo install cargo-fuzz`");
+        wanted.push("`cargo install cargo-fuzz --locked` (and its program on PATH)");
     }
     say(format!(
         "mutating without coverage; for libFuzzer: {}",

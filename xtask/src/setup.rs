@@ -36,6 +36,11 @@ const TOOLS: &[Tool] = &[
     tool("acl", "getfacl", "tests of access control lists"),
     tool("libcap2-bin", "getcap", "tests of file capabilities"),
     tool("squashfs-tools", "mksquashfs", "a peer in benches"),
+    tool("squashfuse", "squashfuse_ll", "a peer in benches"),
+    tool("fuse-overlayfs", "fuse-overlayfs", "a peer in benches"),
+    tool("httpdirfs", "httpdirfs", "a peer in benches"),
+    tool("nbdkit", "nbdkit", "a peer in benches"),
+    tool("libnbd-bin", "nbdfuse", "a peer in benches"),
     tool(
         "nginx-light",
         "nginx",

@@ -204,3 +204,61 @@ fn privileged_top_shows_rates_of_mounts() {
             .contains("no layerpack daemon")
     );
 }
+
+#[test]
+fn privileged_top_tells_what_is_copied_from_what_is_fetched() {
+    if !is_root() {
+        skip!("needs root to mount");
+    }
+    let node = Node::new("top-copies");
+    let tree = node.scratch.mkdir("tree").unwrap();
+    let mut rng = Rng::new(5);
+    for i in 0..300 {
+        fs_err::write(tree.join(format!("{i:03}")), rng.bytes(30_000)).unwrap();
+    }
+    node.build("base/row:1", &tree, &[]);
+    fs_err::write(tree.join("new"), "only here").unwrap();
+    node.build("base/row:2", &tree, &[]);
+    let dirs = ["old", "new"].map(|name| {
+        let dir = node.scratch.mkdir(name).unwrap().display().to_string();
+        let reference = format!("base/row:{}", if name == "old" { 1 } else { 2 });
+        node.ok(["mount", "--prefetch", "none", &reference, &dir]);
+        dir
+    });
+    for i in 0..300 {
+        fs_err::read(format!("{}/{i:03}", dirs[0])).unwrap();
+    }
+    let arguments = ["-o", "json", "top", "--once", "--interval", "4s"];
+    let mut top = start(&node, &arguments);
+    // Reads go on for as long as it looks.
+    let mut files = 0..300;
+    while top.0.try_wait().unwrap().is_none() {
+        if let Some(i) = files.next() {
+            fs_err::read(format!("{}/{i:03}", dirs[1])).unwrap();
+        }
+        std::thread::sleep(std::time::Duration::from_millis(40));
+    }
+    let mut text = String::new();
+    let mut out = top.0.stdout.take().unwrap();
+    out.read_to_string(&mut text).unwrap();
+    assert!(top.0.wait().unwrap().success(), "{text}");
+    let seen: Value = serde_json::from_str(&text).unwrap();
+    let copied = |row: &Value| row["copied_bytes_per_second"].as_u64().unwrap();
+    let row = |dir: &String| {
+        let mut rows = seen["mounts"].as_array().unwrap().iter();
+        rows.find(|row| row["on"] == dir.as_str()).unwrap()
+    };
+    assert!(copied(row(&dirs[1])) > 0, "{seen}");
+    assert_eq!(copied(row(&dirs[0])), 0, "{seen}");
+    assert_eq!(copied(&seen["total"]), copied(row(&dirs[1])), "{seen}");
+    assert_eq!(seen["total"]["peer_bytes_per_second"], 0, "{seen}");
+    // At most the frame of the new file, whose neighbours come with it.
+    let fetched = row(&dirs[1])["fetched_bytes_per_second"].as_u64().unwrap();
+    assert!(fetched < copied(row(&dirs[1])), "{seen}");
+    let table = node.ok(["top", "--once", "--interval", "1s"]);
+    assert!(table.contains("COPIED/S"), "{table}");
+    for dir in &dirs {
+        node.ok(["umount", dir]);
+    }
+    support::assert_clean(&node);
+}

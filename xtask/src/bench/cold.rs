@@ -20,6 +20,8 @@ use super::{Bench, remove, roots};
 use crate::process;
 use crate::steps::say;
 
+pub(super) mod peers;
+
 /// The environment, bottom first.
 const STACK: [&str; 2] = ["base/root:1", "workspace/work:1"];
 /// Delays of a request, in milliseconds.
@@ -660,9 +662,14 @@ fn pull(ground: &Ground<'_>, workload: &Workload, report: &mut Report) -> Result
         fetched,
         ..Start::default()
     }]);
-    report
-        .rows
-        .push(starts.row(workload.name, Some(CLAIMED), "skopeo, umoci", "-"));
+    let mut row = starts.row(workload.name, Some(CLAIMED), "skopeo, umoci", "-");
+    // Bytes before compression, and what it takes of the machine: not measured.
+    for (index, cell) in row.iter_mut().enumerate() {
+        if [6, 8, 9, 10].contains(&index) {
+            "-".clone_into(cell);
+        }
+    }
+    report.rows.push(row);
     report.conditions.push(format!(
         "skopeo copies from docker-registry behind the same relay ({pulled:.1} s of the pull), umoci unpacks; gzip layers; once"
     ));

@@ -24,6 +24,7 @@ mod origin;
 mod report;
 mod roots;
 mod sandboxes;
+mod served;
 mod snapshot;
 mod warm;
 
@@ -43,7 +44,7 @@ struct Scenario {
 }
 
 /// All scenarios, in the order in which they run.
-const SCENARIOS: [Scenario; 16] = [
+const SCENARIOS: [Scenario; 17] = [
     Scenario {
         name: "build",
         about: "building from a directory, beside mkfs.erofs, mksquashfs and tar with zstd",
@@ -88,6 +89,11 @@ const SCENARIOS: [Scenario; 16] = [
         name: "cold",
         about: "programs in an environment that is not on the node, beside local disks and a full pull",
         run: cold::table,
+    },
+    Scenario {
+        name: "cold-peers",
+        about: "the same beside FUSE peers that fetch images and archives while they are read",
+        run: cold::peers::table,
     },
     Scenario {
         name: "first-mount",

@@ -14,6 +14,7 @@ use super::measure::{Spread, float};
 use super::node::{Node, drop_caches, memory, need_root};
 use super::origin::Origin;
 use super::report::{Report, Verdict};
+use super::served::{self, Served};
 use super::{Bench, roots};
 use crate::process;
 
@@ -227,19 +228,24 @@ pub(super) fn table(bench: &Bench) -> Result<Report> {
         bail!("the two mounts of one image show different trees");
     }
     let rounds = if bench.quick { 1 } else { 5 };
-    let trees = [
+    let mut trees = vec![
         Tree::of(&ground.target, rounds)?,
         Tree::of(&native, rounds)?,
     ];
+    let peers = Peers::mount(&ground, &native, bench)?;
+    for (_, served) in &peers.served {
+        trees.push(Tree::of(&served.place("tree")?, rounds)?);
+    }
     let mut report = Report {
         conditions: vec![
             format!(
-                "{} files, {} MiB, in memory on both sides; one thread; ours and native alternate, each warmed right before",
-                trees[0].files.len(),
+                "{} files, {} MiB, in memory on all sides; one thread; ours and native alternate, each warmed right before",
+                trees.first().map_or(0, |tree| tree.files.len()),
                 bytes >> 20
             ),
             "native: the kernel's EROFS over copies of the same metadata image and data file"
                 .to_owned(),
+            "by FUSE, in half of the rounds: layerpack mount --fuse of the same layer, squashfuse of a squashfs image (zstd, level 3) of it".to_owned(),
         ],
         columns: vec![
             "operation",
@@ -247,18 +253,22 @@ pub(super) fn table(bench: &Bench) -> Result<Report> {
             "native EROFS, per second",
             "ratio of medians",
             "ratios of rounds: median (least to most)",
+            OWN,
+            SQUASHFUSE,
         ],
         chart: "rate beside native EROFS",
         ..Report::default()
     };
+    report.conditions.extend(peers.missing.iter().cloned());
     for operation in &OPERATIONS {
-        let mut rates = [Vec::new(), Vec::new()];
+        let mut rates = vec![Vec::new(); trees.len()];
         // The first of a pair changes from round to round.
         for round in 0..bench.rounds() * 2 {
             let order = if round % 2 == 0 { [0, 1] } else { [1, 0] };
-            for side in order {
+            let others = if round % 2 == 0 { 2..trees.len() } else { 0..0 };
+            for side in order.into_iter().chain(others) {
                 let (Some(tree), Some(rates)) = (trees.get(side), rates.get_mut(side)) else {
-                    bail!("there are two sides");
+                    bail!("there are as many rates as trees");
                 };
                 (operation.run)(tree)?;
                 let begun = Instant::now();
@@ -266,21 +276,32 @@ pub(super) fn table(bench: &Bench) -> Result<Report> {
                 rates.push(float(count) / begun.elapsed().as_secs_f64());
             }
         }
-        let ratios = Spread::of(
-            rates[0]
-                .iter()
-                .zip(&rates[1])
-                .map(|(our, other)| our / other),
+        let mut rates = rates.into_iter();
+        let (ours, natives) = (
+            rates.next().unwrap_or_default(),
+            rates.next().unwrap_or_default(),
         );
-        let [our, other] = rates.map(Spread::of);
+        let ratios = Spread::of(ours.iter().zip(&natives).map(|(our, other)| our / other));
+        let (our, other) = (Spread::of(ours), Spread::of(natives));
         let ratio = our.median / other.median;
-        report.rows.push(vec![
+        let mut row = vec![
             operation.name.to_owned(),
             format!("{:.0}", our.median),
             format!("{:.0}", other.median),
             format!("{ratio:.3}"),
             ratios.to_string(),
-        ]);
+        ];
+        let by_fuse: Vec<(&str, f64)> = peers
+            .served
+            .iter()
+            .map(|(name, _)| *name)
+            .zip(rates.map(|rates| Spread::of(rates).median))
+            .collect();
+        for column in [OWN, SQUASHFUSE] {
+            let rate = by_fuse.iter().find(|(name, _)| *name == column);
+            row.push(rate.map_or_else(|| "-".to_owned(), |(_, rate)| format!("{rate:.0}")));
+        }
+        report.rows.push(row);
         report.verdicts.push(Verdict {
             claim: "M5",
             found: format!(
@@ -293,9 +314,61 @@ pub(super) fn table(bench: &Bench) -> Result<Report> {
             .bars
             .push((format!("layerpack: {}", operation.name), ratio));
     }
+    for (_, served) in peers.served {
+        served.end()?;
+    }
     drop(guard);
     ground.node.umount(&ground.target)?;
     Ok(report)
+}
+
+/// Columns of those that serve by FUSE.
+const OWN: &str = "layerpack mount --fuse, per second";
+const SQUASHFUSE: &str = "squashfuse, per second";
+
+/// The same tree, served by programs through FUSE; each at the place `tree` of its own.
+struct Peers {
+    served: Vec<(&'static str, Served)>,
+    /// Lines on what is not there.
+    missing: Vec<String>,
+}
+
+impl Peers {
+    fn mount(ground: &Ground, native: &Path, bench: &Bench) -> Result<Self> {
+        let mut peers = Self {
+            served: Vec::new(),
+            missing: Vec::new(),
+        };
+        for (name, programs) in [
+            (OWN, ["fusermount3"].as_slice()),
+            (SQUASHFUSE, &["mksquashfs", "squashfuse_ll"]),
+        ] {
+            if let Some(program) = served::lacking(programs) {
+                let line = format!("missing: {name} ({program} is not installed)");
+                peers.missing.push(line);
+                continue;
+            }
+            let directory = if name == OWN { "own" } else { "squashfuse" };
+            let mut served = Served::new(&ground.scratch.join(directory))?;
+            let target = served.place("tree")?;
+            let mut command = if name == OWN {
+                let url = ground.origin.url();
+                let node = Node::new(bench, &served.place("node")?, &url)?;
+                let mut command = node.command();
+                command.env("LAYERPACK_CACHE", served.place("cache")?);
+                command.args(["mount", "--fuse", "--foreground", "--prefetch", "none"]);
+                command.arg("workspace/files:1").arg(&target);
+                command
+            } else {
+                let image = served.place("image")?.join("files.sqfs");
+                served::squashfs(native, &image)?;
+                served::squashfuse(&image, &target)
+            };
+            served.mounting(&mut command, &target)?;
+            peers.served.push((name, served));
+        }
+        Ok(peers)
+    }
 }
 
 /// The scenario `page-cache`.

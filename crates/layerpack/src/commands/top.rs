@@ -28,8 +28,12 @@ struct Rates {
     read_bytes_per_second: u64,
     /// Reads answered from the cache, in percent; null without reads.
     hit_percent: Option<u64>,
+    /// As stored, from the store.
     fetched_bytes_per_second: u64,
+    /// From other nodes, uncompressed.
     peer_bytes_per_second: u64,
+    /// From the caches of other layers of this node, uncompressed.
+    copied_bytes_per_second: u64,
     failed_per_second: u64,
     /// Reads that wait now.
     waiting: u64,
@@ -73,6 +77,7 @@ struct Counts {
     served: u64,
     fetched: u64,
     peers: u64,
+    copied: u64,
     errors: u64,
 }
 
@@ -84,6 +89,7 @@ impl Counts {
             served: layer.served_bytes,
             fetched: layer.fetched_bytes,
             peers: layer.from_peers_bytes,
+            copied: layer.copied_bytes,
             errors: layer.errors,
         }
     }
@@ -107,6 +113,7 @@ fn rates<'a>(
         sum.served += more(now.served, was.served);
         sum.fetched += more(now.fetched, was.fetched);
         sum.peers += more(now.peers, was.peers);
+        sum.copied += more(now.copied, was.copied);
         sum.errors += more(now.errors, was.errors);
         rates.waiting += layer.waiting;
         rates.oldest_wait_ms = rates.oldest_wait_ms.max(layer.oldest_wait_ms);
@@ -121,6 +128,7 @@ fn rates<'a>(
         hit_percent: (sum.reads.saturating_sub(sum.misses) * 100).checked_div(sum.reads),
         fetched_bytes_per_second: per_second(sum.fetched),
         peer_bytes_per_second: per_second(sum.peers),
+        copied_bytes_per_second: per_second(sum.copied),
         failed_per_second: per_second(sum.errors),
         ..rates
     }
@@ -231,6 +239,7 @@ fn draw(out: &mut dyn Write, view: &View) -> io::Result<()> {
         "HITS",
         "FETCHED/S",
         "PEERS/S",
+        "COPIED/S",
         "FAILED/S",
         "WAITING",
         "OLDEST",
@@ -244,6 +253,7 @@ fn draw(out: &mut dyn Write, view: &View) -> io::Result<()> {
             hits(rates),
             human_bytes(rates.fetched_bytes_per_second),
             human_bytes(rates.peer_bytes_per_second),
+            human_bytes(rates.copied_bytes_per_second),
             rates.failed_per_second.to_string(),
             rates.waiting.to_string(),
             oldest(rates),
@@ -275,6 +285,7 @@ mod tests {
             "mounted":true,"leases":1,"opens":1,"meta_bytes":1,"data_bytes":1,"cached_bytes":1,
             "fetched_bytes":5000,"fetched_raw_bytes":1,"requests":1,"frames":1,"written_bytes":1,
             "served_bytes":9000,"reads":30,"misses":12,"errors":2,"passed_through_bytes":0,
+            "from_peers_bytes":800,"copied_bytes":7000,
             "waiting":3,"oldest_wait_ms":250}"#;
         let layer: LayerStatus = serde_json::from_str(text).unwrap();
         let was = Counts {
@@ -282,7 +293,8 @@ mod tests {
             misses: 7,
             served: 1000,
             fetched: 1000,
-            peers: 0,
+            peers: 200,
+            copied: 1000,
             errors: 2,
         };
         let before = BTreeMap::from([(layer.layer_id, was)]);
@@ -294,7 +306,8 @@ mod tests {
                 read_bytes_per_second: 4000,
                 hit_percent: Some(75),
                 fetched_bytes_per_second: 2000,
-                peer_bytes_per_second: 0,
+                peer_bytes_per_second: 300,
+                copied_bytes_per_second: 3000,
                 failed_per_second: 0,
                 waiting: 3,
                 oldest_wait_ms: 250,
