@@ -28,8 +28,6 @@ pub(super) struct Flight {
     direct: AtomicBool,
     /// Whether another layer of the node had the frame.
     copied: AtomicBool,
-    /// Whether the store is being asked: its thread waits for nothing else.
-    fetching: AtomicBool,
     outcome: Mutex<Option<Outcome>>,
     landed: Condvar,
 }
@@ -43,16 +41,6 @@ impl Flight {
     /// Whether only the store is asked.
     pub(super) fn is_direct(&self) -> bool {
         self.direct.load(Ordering::Acquire)
-    }
-
-    /// Its thread asks the store now.
-    pub(super) fn begin_fetching(&self) {
-        self.fetching.store(true, Ordering::Release);
-    }
-
-    /// Whether its thread waits for the store, and for nothing else.
-    pub(super) fn is_fetching(&self) -> bool {
-        self.fetching.load(Ordering::Acquire)
     }
 
     /// Nobody had to be asked for the frame.
@@ -127,11 +115,6 @@ impl Flights {
             claim.all.push((*frame, flight));
         }
         claim
-    }
-
-    /// The flight of a frame, if one is under way.
-    pub(super) fn under_way(&self, generation: u64, frame: u32) -> Option<Arc<Flight>> {
-        self.0.lock().get(&(generation, frame)).cloned()
     }
 
     /// Ends a flight: takes it out of the table and tells everybody who waits. In this order: one
