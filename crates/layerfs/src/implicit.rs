@@ -38,11 +38,19 @@ pub struct Member<'a> {
 /// When an image is damaged.
 pub fn hidden_below(stack: &[&Image<'_>]) -> Result<usize, Error> {
     for (index, image) in stack.iter().enumerate().rev() {
-        if opaque(image, &image.root()?)?.as_deref() == Some(b"y") {
+        if hides_all(image)? {
             return Ok(index);
         }
     }
     Ok(0)
+}
+
+/// Whether nothing below this layer is shown: its root is opaque.
+///
+/// # Errors
+/// When the image is damaged.
+pub(crate) fn hides_all(image: &Image<'_>) -> Result<bool, Error> {
+    Ok(opaque(image, &image.root()?)?.as_deref() == Some(b"y"))
 }
 
 /// The directories of `stack` (bottom first) whose metadata comes from a layer that does not

@@ -80,7 +80,6 @@ impl Condvar {
         Self(std::sync::Condvar::new())
     }
 
-    #[cfg(test)]
     pub(crate) fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
         self.0.wait(guard).unwrap_or_else(PoisonError::into_inner)
     }

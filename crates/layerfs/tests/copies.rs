@@ -196,6 +196,96 @@ fn what_another_layer_is_fetching_is_waited_for() {
     assert!(fetcher.meter().copied >= 1000);
 }
 
+/// Three layers of the same data, which differ in their metadata only.
+fn twins() -> Family {
+    let scratch = ScratchDir::new("twins").unwrap();
+    let gauge = Gauge::new(Arc::new(MemStore::new()));
+    let store = LayerStore::new(gauge.clone() as Arc<dyn BlobStore>);
+    let source = scratch.join("source");
+    sample_tree(&source);
+    let mut layers = Vec::new();
+    for name in ["one", "two", "three"] {
+        std::fs::create_dir(source.join(name)).unwrap();
+        let published = publish(&store, &format!("base/{name}:1"), &source, &[]);
+        let manifest = store.manifest(&published.digest).unwrap();
+        let data = data_of(&store, &manifest);
+        layers.push(Layer { manifest, data });
+    }
+    Family {
+        gauge,
+        store,
+        layers,
+        scratch,
+    }
+}
+
+/// Layers with the same frames, read at the same moment: each frame is asked for by one of them.
+#[test]
+fn frames_that_layers_want_at_once_are_fetched_once() {
+    let family = twins();
+    let manifest = &family.layers[0].manifest;
+    let map = family.store.map(manifest).unwrap();
+    let locator = family.store.locator(manifest, &map).unwrap();
+    let raw: u64 = locator.frames().iter().map(|f| u64::from(f.raw_len)).sum();
+    for round in 0..10 {
+        let fetcher = Fetcher::new(config());
+        let blobs: Vec<Arc<Blob>> = (0..3)
+            .map(|layer| {
+                let dir = family.scratch.join(format!("at-once-{round}-{layer}"));
+                family.blob_at(layer, &dir, "memory:", &fetcher)
+            })
+            .collect();
+        let start = std::sync::Barrier::new(blobs.len());
+        std::thread::scope(|scope| {
+            for (layer, blob) in blobs.iter().enumerate() {
+                let (family, start) = (&family, &start);
+                scope.spawn(move || {
+                    start.wait();
+                    let data = family.data(layer);
+                    // Each begins elsewhere.
+                    let middle = data.len() / 3 * layer;
+                    read(blob, data, middle as u64, data.len()).unwrap();
+                    read(blob, data, 0, data.len()).unwrap();
+                });
+            }
+        });
+        let meter = fetcher.meter();
+        assert_eq!(meter.fetched_raw, raw, "round {round}");
+        assert_eq!(meter.copied, 2 * whole(&blobs[0]), "round {round}");
+        assert_eq!(meter.inflight, 0);
+    }
+}
+
+/// If the one that asks the store fails, those that waited for it ask by themselves.
+#[test]
+fn who_waited_for_a_fetch_that_failed_fetches() {
+    let family = family();
+    let fetcher = Fetcher::new(config());
+    let (first, less) = (family.blob(0, &fetcher), family.blob(1, &fetcher));
+    family.gauge.set_shut(true);
+    family.gauge.away.store(true, Ordering::SeqCst);
+    std::thread::scope(|scope| {
+        let failing = scope.spawn(|| read(&first, family.data(0), 300_000, 1000));
+        let end = std::time::Instant::now() + common::LONG;
+        while family.gauge.ranges.load(Ordering::SeqCst) == 0 && std::time::Instant::now() < end {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        let waiting = scope.spawn(|| read(&less, family.data(1), 300_000, 1000));
+        while fetcher.meter().waiting < 2 && std::time::Instant::now() < end {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        family.gauge.set_shut(false);
+        failing.join().unwrap().unwrap_err();
+        // Its own request came after the first one's.
+        waiting.join().unwrap().unwrap_err();
+    });
+    assert!(family.gauge.ranges.load(Ordering::SeqCst) >= 2);
+    family.gauge.away.store(false, Ordering::SeqCst);
+    read(&less, family.data(1), 0, family.data(1).len()).unwrap();
+    read(&first, family.data(0), 0, family.data(0).len()).unwrap();
+    assert_eq!(fetcher.meter().inflight, 0);
+}
+
 #[test]
 fn a_damaged_copy_is_fetched_and_other_stores_are_not_looked_at() {
     let family = family();

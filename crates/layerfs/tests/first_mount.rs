@@ -23,8 +23,9 @@ use layerpack_fixtures::{ScratchDir, is_root, skip};
 use layerpack_layerfs::whole::{Whole, WholeConfig};
 use layerpack_layerfs::{GivenManifests, LayerfsError, LeaseSpec, Node, NodeConfig};
 use layerpack_store::{
-    BlobStore, BlobWriter, Digest, Key, LayerStore, Manifest, MemStore, ObjectInfo, PartsWanted,
-    PutMode, PutOutcome, Reference, Result as StoreResult, StoreError,
+    BlobStore, BlobWriter, Digest, Fault, FaultStore, Key, LayerStore, Manifest, MemStore,
+    ObjectInfo, Operation, PartsWanted, PutMode, PutOutcome, Reference, Result as StoreResult,
+    StoreError,
 };
 
 /// How long a request waits for the others of its round before the test fails.
@@ -211,16 +212,14 @@ const PARTS: &[&str] = &[
 ];
 
 #[test]
-fn names_are_resolved_in_two_rounds() {
+fn names_are_resolved_in_one_round() {
     let sample = Sample::new();
     let (rounds, store) = sample.store(
         false,
         &[
             &["layerpack.json", "refs/", "refs/", "refs/"],
             &["manifests/", "manifests/", "manifests/"],
-            &["manifests/", "manifests/", "manifests/"],
             &["refs/"],
-            &["manifests/"],
         ],
     );
     let loaded = store.load_all(&sample.references).unwrap();
@@ -229,7 +228,27 @@ fn names_are_resolved_in_two_rounds() {
     // The marker is known from then on.
     assert_eq!(store.manifests(&digests).unwrap(), sample.manifests);
     assert_eq!(store.load(&sample.references[1]).unwrap().0, digests[1]);
-    rounds.assert_done(12);
+    rounds.assert_done(8);
+
+    // References without a copy of their manifest, or with another one, cost a second round.
+    let forged = |manifest: &Digest, copy: &str| {
+        format!(r#"{{"format":1,"manifest":"{manifest}"{copy}}}"#).into_bytes()
+    };
+    for (number, copy) in [(0, ""), (2, r#","text":"{}""#)] {
+        let key = Key::reference(&sample.references[number]);
+        let bytes = forged(&digests[number], copy);
+        sample.blobs.put(&key, &bytes, PutMode::Overwrite).unwrap();
+    }
+    let (rounds, store) = sample.store(
+        false,
+        &[
+            &["layerpack.json", "refs/", "refs/", "refs/"],
+            &["manifests/", "manifests/"],
+        ],
+    );
+    let again = store.load_all(&sample.references).unwrap();
+    assert_eq!(again, loaded);
+    rounds.assert_done(6);
 }
 
 #[test]
@@ -241,18 +260,11 @@ fn what_is_missing_of_a_layer_comes_at_once_and_is_verified() {
         map: true,
         locator: true,
         known_map: None,
-        manifest: Some(&sample.digests[0]),
     };
     let (rounds, store) = sample.store(
         false,
         &[
-            &[
-                "layerpack.json",
-                "manifests/",
-                "meta/",
-                "maps/",
-                "locators/",
-            ],
+            &["layerpack.json", "meta/", "maps/", "locators/"],
             &["locators/"],
         ],
     );
@@ -263,7 +275,6 @@ fn what_is_missing_of_a_layer_comes_at_once_and_is_verified() {
     assert_eq!(map.to_bytes(), good.map(manifest).unwrap().to_bytes());
     let located = good.locator(manifest, &map).unwrap().to_bytes();
     assert_eq!(parts.locator.unwrap().unwrap().to_bytes(), located);
-    assert!(parts.manifest.unwrap().unwrap());
     // The locator alone, against a map that is at hand.
     let wanted = PartsWanted {
         locator: true,
@@ -272,8 +283,8 @@ fn what_is_missing_of_a_layer_comes_at_once_and_is_verified() {
     };
     let parts = store.parts(manifest, wanted).unwrap();
     assert_eq!(parts.locator.unwrap().unwrap().to_bytes(), located);
-    assert!(parts.meta.is_none() && parts.map.is_none() && parts.manifest.is_none());
-    rounds.assert_done(6);
+    assert!(parts.meta.is_none() && parts.map.is_none());
+    rounds.assert_done(5);
 
     // Each is an error of its own, and a locator without a map is none.
     let damage = |key: Key, bytes: &[u8]| {
@@ -387,8 +398,9 @@ fn privileged_manifests_that_nobody_gave_are_read_at_once() {
     node.stop(true).unwrap();
 }
 
+/// Names to a mounted stack, from a store that takes no lease: two round trips.
 #[test]
-fn privileged_a_lease_comes_first_and_what_was_given_is_asked_for_after_it() {
+fn privileged_names_are_mounted_in_two_rounds() {
     let sample = Sample::new();
     let root = sample.scratch.join("root");
     let _cleanup = Cleanup(root.clone());
@@ -396,15 +408,44 @@ fn privileged_a_lease_comes_first_and_what_was_given_is_asked_for_after_it() {
         Ok(node) => node,
         Err(reason) => skip!("{reason}"),
     };
-    let mut parts = PARTS.to_vec();
-    parts.extend(["manifests/"; 3]);
-    let (rounds, store) = sample.store(true, &[&["leases/node-"], &["gc/sweep-"], &parts]);
+    let names: &[&str] = &["layerpack.json", "refs/", "refs/", "refs/"];
+    let (rounds, store) = sample.store(false, &[names, &PARTS[1..]]);
+    let loaded = store.load_all(&sample.references).unwrap();
+    let given = GivenManifests::of(loaded.iter().map(|(_, m)| m.to_bytes().unwrap()));
+    match node.stack_up_with(&store, &sample.digests, &given, &lease("a")) {
+        Err(e @ LayerfsError::Unsupported { .. }) => skip!("{e}"),
+        stack => drop(stack.unwrap()),
+    }
+    rounds.assert_done(names.len() + PARTS.len() - 1);
+    node.stop(true).unwrap();
+}
+
+#[test]
+fn privileged_a_lease_is_got_beside_the_layers() {
+    let sample = Sample::new();
+    let root = sample.scratch.join("root");
+    let _cleanup = Cleanup(root.clone());
+    let node = match node(&root) {
+        Ok(node) => node,
+        Err(reason) => skip!("{reason}"),
+    };
+    // The lease, then a look for collectors, then the manifests, which were read before.
+    let mut first = PARTS.to_vec();
+    first.push("leases/node-");
+    let rest: [&[&str]; 2] = [&["gc/sweep-"], &["manifests/"; 3]];
+    let (rounds, store) = sample.store(true, &[&first, rest[0], rest[1]]);
     match node.stack_up_with(&store, &sample.digests, &sample.given(), &lease("a")) {
         Err(e @ LayerfsError::Unsupported { .. }) => skip!("{e}"),
         stack => drop(stack.unwrap()),
     }
-    rounds.assert_done(parts.len() + 2);
+    rounds.assert_done(first.len() + 4);
+    // The same again costs nothing.
+    let (rounds, store) = sample.store(true, &[]);
+    node.stack_up_with(&store, &sample.digests, &sample.given(), &lease("b"))
+        .unwrap();
+    rounds.assert_done(0);
     node.release("a").unwrap();
+    node.release("b").unwrap();
     node.stop(true).unwrap();
     drop(node);
 
@@ -422,9 +463,159 @@ fn privileged_a_lease_comes_first_and_what_was_given_is_asked_for_after_it() {
         panic!("{error}");
     };
     assert_eq!(*key, Key::manifest(gone).to_string());
+    assert!(node.leases().is_empty());
     // It left no copy behind that would be believed.
     node.stack_up(&store, &[*gone], &lease("b")).unwrap_err();
     node.stop(true).unwrap();
+}
+
+/// A store that lets through what is asked of it, but for a lease, which it refuses.
+#[test]
+fn privileged_a_lease_that_is_refused_keeps_nobody() {
+    let sample = Sample::new();
+    let root = sample.scratch.join("root");
+    let _cleanup = Cleanup(root.clone());
+    let node = match node(&root) {
+        Ok(node) => node,
+        Err(reason) => skip!("{reason}"),
+    };
+    let failing = |fault| {
+        let blobs = Arc::clone(&sample.blobs);
+        let blobs = FaultStore::fail_nth_of(blobs, Operation::Put, 1, fault);
+        LayerStore::new(Arc::new(blobs) as Arc<dyn BlobStore>)
+    };
+    match node.stack_up_with(
+        &failing(Fault::Error),
+        &sample.digests,
+        &sample.given(),
+        &lease("a"),
+    ) {
+        Err(e @ LayerfsError::Unsupported { .. }) => skip!("{e}"),
+        stack => assert_eq!(stack.unwrap().lowers.len(), 3),
+    }
+    assert!(sample.blobs.list("leases/").unwrap().is_empty());
+    node.stop(true).unwrap();
+}
+
+/// While a collector deletes a layer, nothing is mounted of it, though all was fetched; when it has
+/// given up, and the layer is there, the same call mounts it.
+#[test]
+fn privileged_what_is_being_deleted_is_not_mounted() {
+    let sample = Sample::new();
+    let root = sample.scratch.join("root");
+    let _cleanup = Cleanup(root.clone());
+    let node = match node(&root) {
+        Ok(node) => node,
+        Err(reason) => skip!("{reason}"),
+    };
+    let store = LayerStore::new(Arc::clone(&sample.blobs));
+    // A marker whose list is not to be had stands for everything.
+    let marker = Key::new("gc/sweep-0123-4567").unwrap();
+    sample.blobs.put(&marker, b"x", PutMode::Overwrite).unwrap();
+    let mount = || node.stack_up_with(&store, &sample.digests, &sample.given(), &lease("a"));
+    match mount() {
+        Err(e @ LayerfsError::Unsupported { .. }) => skip!("{e}"),
+        Err(LayerfsError::Store(StoreError::Collecting { .. })) => {}
+        other => panic!("{other:?}"),
+    }
+    assert!(mounts_below(&root.join("layers")).is_empty());
+    assert!(node.leases().is_empty());
+    assert!(sample.blobs.delete(&marker).unwrap());
+    assert_eq!(mount().unwrap().lowers.len(), 3);
+    node.stop(true).unwrap();
+}
+
+/// An object that was not there when it was asked for, before the lease was: the layer was collected
+/// and published anew in between.
+#[test]
+fn privileged_what_comes_back_before_the_lease_is_asked_for_again() {
+    let sample = Sample::new();
+    let root = sample.scratch.join("root");
+    let _cleanup = Cleanup(root.clone());
+    let node = match node(&root) {
+        Ok(node) => node,
+        Err(reason) => skip!("{reason}"),
+    };
+    let meta = Key::meta(&sample.manifests[0].meta.digest);
+    let bytes = sample.blobs.get(&meta, 1 << 20).unwrap().unwrap();
+    assert!(sample.blobs.delete(&meta).unwrap());
+    let store = LayerStore::new(Arc::new(ComesBack {
+        inner: Arc::clone(&sample.blobs),
+        key: meta.clone(),
+        bytes,
+        asked: Mutex::new(false),
+        was: Condvar::new(),
+    }) as Arc<dyn BlobStore>);
+    let digests = &sample.digests[..1];
+    match node.stack_up_with(&store, digests, &sample.given(), &lease("a")) {
+        Err(e @ LayerfsError::Unsupported { .. }) => skip!("{e}"),
+        stack => assert_eq!(stack.unwrap().lowers.len(), 1),
+    }
+    // Gone for good, it is an error that names it.
+    node.release("a").unwrap();
+    node.stop(true).unwrap();
+    drop(node);
+    assert!(sample.blobs.delete(&meta).unwrap());
+    let node = self::node(&sample.scratch.join("other")).unwrap();
+    let _cleanup = Cleanup(sample.scratch.join("other"));
+    let store = LayerStore::new(Arc::clone(&sample.blobs));
+    let error = node
+        .stack_up_with(&store, digests, &sample.given(), &lease("a"))
+        .unwrap_err();
+    assert!(error.to_string().contains(meta.as_str()), "{error}");
+    node.stop(true).unwrap();
+}
+
+/// A store in which an object is missing until the lease is written, which waits until somebody has
+/// missed it.
+#[derive(Debug)]
+struct ComesBack {
+    inner: Arc<dyn BlobStore>,
+    key: Key,
+    bytes: Vec<u8>,
+    asked: Mutex<bool>,
+    was: Condvar,
+}
+
+impl BlobStore for ComesBack {
+    fn get(&self, key: &Key, max_len: u64) -> StoreResult<Option<Vec<u8>>> {
+        let got = self.inner.get(key, max_len);
+        if *key == self.key {
+            *self.asked.lock().unwrap() = true;
+            self.was.notify_all();
+        }
+        got
+    }
+    fn get_range(&self, key: &Key, range: Range<u64>) -> StoreResult<Vec<u8>> {
+        self.inner.get_range(key, range)
+    }
+    fn put(&self, key: &Key, bytes: &[u8], mode: PutMode) -> StoreResult<PutOutcome> {
+        if key.as_str().starts_with("leases/") {
+            let asked = self.asked.lock().unwrap();
+            let waited = self.was.wait_timeout_while(asked, STUCK, |asked| !*asked);
+            assert!(
+                *waited.unwrap().0,
+                "the object was not asked for before the lease"
+            );
+            self.inner.put(&self.key, &self.bytes, PutMode::IfAbsent)?;
+        }
+        self.inner.put(key, bytes, mode)
+    }
+    fn put_stream(&self) -> StoreResult<Box<dyn BlobWriter + '_>> {
+        self.inner.put_stream()
+    }
+    fn size(&self, key: &Key) -> StoreResult<Option<u64>> {
+        self.inner.size(key)
+    }
+    fn list(&self, prefix: &str) -> StoreResult<Vec<ObjectInfo>> {
+        self.inner.list(prefix)
+    }
+    fn delete(&self, key: &Key) -> StoreResult<bool> {
+        self.inner.delete(key)
+    }
+    fn url(&self) -> String {
+        self.inner.url()
+    }
 }
 
 #[test]

@@ -12,7 +12,6 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
-use std::time::Instant;
 
 use layerpack_store::{Digest, Extent, FrameLoc, Locator};
 
@@ -81,16 +80,6 @@ impl Sharer {
             && found.digest == frame.digest
             && found.raw_len == frame.raw_len;
         same.then(|| u32::try_from(at).ok()).flatten()
-    }
-
-    /// Waits for the end of its fetch of a frame, if one is under way. Only for one that waits for the
-    /// store and nothing else, so that no two wait for each other.
-    fn join(&self, frame: &FrameLoc) {
-        let number = self.number(frame);
-        let flight = number.and_then(|n| self.blob.flights.under_way(self.source.generation, n));
-        if let Some(flight) = flight.filter(|flight| flight.is_fetching()) {
-            let _ = flight.wait(Instant::now() + self.blob.fetcher.config.read_timeout);
-        }
     }
 }
 
@@ -217,9 +206,6 @@ pub(super) fn copy(batch: &mut Batch) {
             .or_insert_with(|| sharers(&blob, &pack.id));
         if sharers.is_empty() {
             continue;
-        }
-        for sharer in sharers.iter() {
-            sharer.join(at);
         }
         let Some(copies) = find(&blob, &source, frame, sharers) else {
             continue;

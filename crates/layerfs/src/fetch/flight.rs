@@ -29,10 +29,10 @@ pub(super) struct Flight {
     direct: AtomicBool,
     /// Whether another layer of the node had the frame.
     copied: AtomicBool,
-    /// Whether the store is being asked: its thread waits for nothing else.
-    fetching: AtomicBool,
     /// A reader waited for as long as readers do, in vain.
     given_up: AtomicBool,
+    /// It took the place of one that was given up.
+    anew: AtomicBool,
     outcome: Mutex<Option<Outcome>>,
     landed: Condvar,
 }
@@ -48,16 +48,6 @@ impl Flight {
         self.direct.load(Ordering::Acquire)
     }
 
-    /// Its thread asks the store now.
-    pub(super) fn begin_fetching(&self) {
-        self.fetching.store(true, Ordering::Release);
-    }
-
-    /// Whether its thread waits for the store, and for nothing else.
-    pub(super) fn is_fetching(&self) -> bool {
-        self.fetching.load(Ordering::Acquire)
-    }
-
     /// Nobody had to be asked for the frame.
     pub(super) fn set_copied(&self) {
         self.copied.store(true, Ordering::Release);
@@ -71,6 +61,11 @@ impl Flight {
     /// The store had its time: whoever comes next asks it anew.
     pub(super) fn give_up(&self) {
         self.given_up.store(true, Ordering::Release);
+    }
+
+    /// Whether the store is asked anew, beside a request that was given up.
+    pub(super) fn is_anew(&self) -> bool {
+        self.anew.load(Ordering::Acquire)
     }
 
     fn is_given_up(&self) -> bool {
@@ -130,12 +125,16 @@ impl Flights {
                 claim.all.push((*frame, Arc::clone(flight)));
                 continue;
             }
+            let anew = AtomicBool::new(under_way.is_some());
             // A flight leaves the table only after its extents are marked. So with the table
             // locked, "no flight" and "not present" together mean that nobody fetches it.
             if present(*frame) {
                 continue;
             }
-            let flight = Arc::new(Flight::default());
+            let flight = Arc::new(Flight {
+                anew,
+                ..Flight::default()
+            });
             flights.insert((generation, *frame), Arc::clone(&flight));
             claim.ours.push((*frame, Arc::clone(&flight)));
             claim.all.push((*frame, flight));

@@ -6,7 +6,8 @@
 //! a store that hangs costs a reader its timeout, never its life, and a leader that gives up
 //! strands nobody.
 //!
-//! What another layer of the node has of a frame is copied (`copies`).
+//! What another layer of the node has of a frame is copied (`copies`); what one is fetching just then
+//! is waited for (`joint`).
 //!
 //! A fetched frame is checked twice before one byte of it is visible: the store checks the
 //! frame's own digest before decompressing, and here each extent is checked against the
@@ -27,6 +28,7 @@ mod copies;
 mod evict;
 mod flight;
 mod give;
+mod joint;
 mod lend;
 mod meter;
 mod patience;
@@ -52,6 +54,7 @@ pub use blob::{Blob, BlobParts, OpenStore};
 use budget::Budget;
 use copies::Sharers;
 pub use evict::Checked;
+use joint::Joint;
 use meter::Meter;
 pub use meter::{BUCKETS_MS, ERROR_KINDS, Latencies, MeterStatus, STALL};
 use space::Space;
@@ -174,6 +177,7 @@ pub struct Fetcher {
     budget: Budget,
     space: Space,
     sharers: Sharers,
+    joint: Joint,
     waiting: Waiting,
     meter: Meter,
     peers: RwLock<Option<Arc<Peers>>>,
@@ -196,6 +200,7 @@ impl Fetcher {
             budget: Budget::new(config.inflight_bytes),
             space: Space::new(config.cache_max),
             sharers: Sharers::default(),
+            joint: Joint::default(),
             waiting: Waiting::default(),
             meter: Meter::default(),
             peers: RwLock::new(None),

@@ -1,6 +1,6 @@
 //! The fetching side: takes claimed frames to the store and lands their flights.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,6 +12,7 @@ use super::ReadError;
 use super::blob::{Blob, Source};
 use super::copies;
 use super::flight::{Flight, Outcome};
+use super::joint::{Entered, Own, Place};
 use crate::peers::{Asked, MAX_ANSWER, Member, PART, Peers};
 use crate::sync::Ordering;
 
@@ -130,14 +131,14 @@ pub(super) fn submit(blob: &Arc<Blob>, source: &Source, claimed: Vec<(u32, Arc<F
             let (peers, home) = (Arc::clone(&peers), Arc::clone(&home));
             let job = Box::new(move || {
                 let mut batch = batch;
-                copies::copy(&mut batch);
+                batch.copy_joined();
                 if batch.frames.is_empty() {
                     return;
                 }
                 batch.ask(&peers, &home);
                 if !batch.frames.is_empty() {
                     let blob = Arc::clone(&batch.blob);
-                    drop(blob.lane.pool.submit(Box::new(move || fetch(batch))));
+                    drop(blob.lane.pool.submit(Box::new(move || run(batch))));
                 }
             });
             drop(blob.fetcher.asking.submit(job));
@@ -309,21 +310,82 @@ fn assemble(source: &Source, frame: u32, parts: &BTreeMap<u32, &[u8]>) -> Option
     Some(bytes)
 }
 
-/// Fetches one batch from the store, as far as no other layer of the node has it.
-fn run(mut batch: Batch) {
-    batch.leave_out_replaced();
-    copies::copy(&mut batch);
-    if !batch.frames.is_empty() {
-        fetch(batch);
+impl Batch {
+    /// Where its frames lie. One that lies nowhere fails when it is fetched.
+    fn places(&self) -> Vec<(u32, Place)> {
+        let store: Arc<str> = Arc::from(self.blob.store_url.as_str());
+        let frames = self.frames.iter().filter_map(|(number, _)| {
+            let frame = frame_of(&self.source, *number)?;
+            let packs = self.source.locator.packs();
+            let place = Place {
+                store: Arc::clone(&store),
+                pack: packs.get(usize::try_from(frame.pack).ok()?)?.id,
+                offset: frame.offset,
+            };
+            Some((*number, place))
+        });
+        frames.collect()
+    }
+
+    /// Takes these frames out, with the duty to land their flights.
+    fn split(&mut self, others: &[Entered]) -> Self {
+        let others: HashSet<u32> = others.iter().map(|other| other.frame).collect();
+        let (theirs, own) = std::mem::take(&mut self.frames)
+            .into_iter()
+            .partition(|(frame, _)| others.contains(frame));
+        self.frames = own;
+        Self {
+            blob: Arc::clone(&self.blob),
+            source: self.source.clone(),
+            frames: theirs,
+        }
+    }
+
+    /// Lands what other layers have, or are fetching just now.
+    fn copy_joined(&mut self) {
+        let blob = Arc::clone(&self.blob);
+        let others = blob.fetcher.joint.entered(self.places());
+        if !others.is_empty() {
+            let deadline = Instant::now() + blob.fetcher.config.read_timeout;
+            blob.fetcher.joint.wait(&others, deadline);
+        }
+        copies::copy(self);
     }
 }
 
-/// Fetches one batch from the store.
-fn fetch(mut batch: Batch) {
-    let blob = Arc::clone(&batch.blob);
-    for (_, flight) in &batch.frames {
-        flight.begin_fetching();
+/// Fetches one batch from the store, as far as no other layer of the node has it or is fetching it.
+fn run(mut batch: Batch) {
+    batch.leave_out_replaced();
+    let fetcher = Arc::clone(&batch.blob.fetcher);
+    let anew: HashSet<u32> = batch
+        .frames
+        .iter()
+        .filter(|(_, flight)| flight.is_anew())
+        .map(|(frame, _)| *frame)
+        .collect();
+    // Who has entered those waits for a request that was given up.
+    let over = |frame| anew.contains(&frame);
+    let (own, others) = fetcher.joint.enter(batch.places(), over);
+    let rest = batch.split(&others);
+    fetch(batch, own);
+    if rest.frames.is_empty() {
+        return;
     }
+    let deadline = Instant::now() + fetcher.config.read_timeout;
+    fetcher.joint.wait(&others, deadline);
+    let (own, _) = fetcher.joint.enter(rest.places(), |_| false);
+    fetch(rest, own);
+}
+
+/// Copies what other layers have of these frames by now, and fetches the rest from the store. `own` are
+/// its frames, as far as it is the only one that fetches them.
+fn fetch(mut batch: Batch, mut own: Own<'_>) {
+    // After they were entered: what another layer has left since is in its cache.
+    copies::copy(&mut batch);
+    if batch.frames.is_empty() {
+        return;
+    }
+    let blob = Arc::clone(&batch.blob);
     let store = match blob.store() {
         Ok(store) => store,
         Err(e) => return batch.land_rest(&Outcome::Failed(Arc::new(e))),
@@ -346,6 +408,7 @@ fn fetch(mut batch: Batch) {
             counted += stored;
             let outcome = blob.keep(&batch.source, frame, bytes, Origin::Store);
             batch.land(frame, outcome);
+            own.leave(frame);
             Ok(())
         });
     match result {

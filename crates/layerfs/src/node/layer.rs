@@ -18,6 +18,7 @@ use layerpack_sys::mount;
 use super::Node;
 use super::caches::NO_STORE;
 use super::given::Candidate;
+use super::promise::Promise;
 use super::types::LayerHandle;
 use crate::cache::BlobCache;
 use crate::error::{IoContext, LayerfsError, Result};
@@ -40,7 +41,7 @@ pub(super) struct Slot {
 #[derive(Debug)]
 pub(super) struct Up {
     pub(super) mountpoint: PathBuf,
-    pub(super) manifest: Manifest,
+    pub(super) manifest: Arc<Manifest>,
     pub(super) manifest_digest: Digest,
     /// Address of the store that it comes from.
     pub(super) store: String,
@@ -92,23 +93,30 @@ impl Node {
     }
 
     /// The manifest of that digest, from the node's copy or the store.
-    pub(super) fn manifest(&self, store: &StoreRef, digest: &Digest) -> Result<Manifest> {
+    pub(super) fn manifest(&self, store: &StoreRef, digest: &Digest) -> Result<Arc<Manifest>> {
         if let Some(manifest) = self.kept_manifest(digest) {
             return Ok(manifest);
         }
         let manifest = self.opened(store)?.manifest(digest)?;
         self.keep_manifest(digest, &manifest)?;
-        Ok(manifest)
+        Ok(Arc::new(manifest))
     }
 
-    /// Brings a layer up, or finds it up.
-    pub(super) fn bring_up(&self, store: &StoreRef, candidate: &Candidate) -> Result<LayerHandle> {
-        let manifest = &candidate.manifest;
+    /// Brings a layer up, or finds it up. Fetches what is missing at once, and goes on when the
+    /// store's promise to keep the layer is there.
+    pub(super) fn bring_up(
+        &self,
+        store: &StoreRef,
+        candidate: &Candidate,
+        promise: &Promise,
+    ) -> Result<LayerHandle> {
+        let manifest = &*candidate.manifest;
         let layer_id = manifest.layer_id();
         let slot = self.slot(layer_id);
         let mut slot = slot.lock();
         if let Some(up) = &slot.up {
-            self.confirm(store, candidate)?;
+            promise.wait()?;
+            self.keep_given(candidate)?;
             return Ok(LayerHandle {
                 layer_id,
                 mountpoint: up.mountpoint.clone(),
@@ -118,6 +126,7 @@ impl Node {
         fs_err::create_dir_all(&dir).at("create", &dir)?;
         let meta = dir.join(META);
         let fetched = self.fetch_parts(store, candidate, &dir)?;
+        promise.wait()?;
         self.keep_given(candidate)?;
         // Before the kernel can ask for the blob: a process that takes over must know of it.
         let entry = self.registry.get(layer_id);
@@ -145,7 +154,7 @@ impl Node {
         }
         slot.up = Some(Up {
             mountpoint: mountpoint.clone(),
-            manifest: manifest.clone(),
+            manifest: Arc::clone(&candidate.manifest),
             manifest_digest: candidate.digest,
             store: store.url().to_owned(),
             idle_since: Instant::now(),
@@ -160,7 +169,7 @@ impl Node {
     /// there. Reading the image to verify it also leaves it in the page cache, so that the first
     /// walk of the tree waits for no disk.
     fn fetch_parts(&self, store: &StoreRef, candidate: &Candidate, dir: &Path) -> Result<Fetched> {
-        let manifest = &candidate.manifest;
+        let manifest = &*candidate.manifest;
         let path = dir.join(META);
         let kept = read_verified(&path, &manifest.meta);
         let meta_is_here = match kept {
@@ -182,8 +191,7 @@ impl Node {
             }
         }
         let ask_map = !serves && fetched.map.is_none();
-        let confirm = candidate.to_confirm();
-        if meta_is_here && !ask_map && !ask_locator && confirm.is_none() {
+        if meta_is_here && !ask_map && !ask_locator {
             return Ok(fetched);
         }
         let wanted = PartsWanted {
@@ -191,7 +199,6 @@ impl Node {
             map: ask_map,
             locator: ask_locator,
             known_map: fetched.map.as_ref(),
-            manifest: confirm,
         };
         let asked = self
             .opened(store)
@@ -199,15 +206,12 @@ impl Node {
         let parts = match asked {
             Ok(parts) => parts,
             // Where its frames are can be known from before.
-            Err(e) if meta_is_here && !ask_map && confirm.is_none() => {
+            Err(e) if meta_is_here && !ask_map => {
                 fetched.locator = Some(Err(e));
                 return Ok(fetched);
             }
             Err(e) => return Err(e),
         };
-        if !parts.manifest.unwrap_or(Ok(true))? {
-            return Err(candidate.missing(store).into());
-        }
         if let Some(bytes) = parts.meta {
             let bytes = bytes?;
             self.count_meta(bytes.len());

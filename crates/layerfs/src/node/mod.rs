@@ -5,7 +5,7 @@
 //! ROOT/blobs/               FUSE: one file per layer, named by its identity
 //! ROOT/cache/LAYER/         meta.erofs, map, locator, data, presence files
 //! ROOT/layers/LAYER/        EROFS mounts
-//! ROOT/stacks/STACK/        plan.json; meta.erofs and mnt/ of a generated layer
+//! ROOT/stacks/STACK/        of one with a closer look: plan.json; meta.erofs and mnt/ of a generated layer
 //! ROOT/manifests/           manifests by digest
 //! ROOT/leases/              who uses what
 //! ROOT/profiles/            what was learnt of stacks' first reads
@@ -25,6 +25,7 @@ mod adopt;
 mod backing;
 mod book;
 mod caches;
+mod faces;
 mod given;
 mod layer;
 mod learn;
@@ -32,6 +33,7 @@ mod lease;
 mod lock;
 mod lost;
 mod prefetch;
+mod promise;
 mod recording;
 mod registry;
 mod served;
@@ -66,11 +68,13 @@ use crate::record::Recordings;
 use crate::sync::{AtomicBool, AtomicU64, Condvar, Mutex, Ordering, RwLock};
 
 use book::Book;
+use faces::Faces;
 use given::{Candidate, Parsed};
 use layer::{Slot, StoreRef};
 use learn::Learner;
 use lease::Record;
 use prefetch::Prefetches;
+use promise::Promise;
 use registry::Registry;
 use served::Served;
 use store_lease::StoreLeases;
@@ -121,6 +125,8 @@ pub struct Node {
     store_leases: StoreLeases,
     /// Manifests that were read not long ago.
     parsed: Mutex<Parsed>,
+    /// What decides how stacks are put together.
+    faces: Mutex<Faces>,
     problems: Mutex<Vec<String>>,
     /// What was found of former lives.
     swept: Mutex<Vec<String>>,
@@ -250,6 +256,7 @@ impl Node {
             generated: Mutex::new(HashMap::new()),
             store_leases,
             parsed: Mutex::default(),
+            faces: Mutex::default(),
             problems: Mutex::new(problems),
             swept: Mutex::new(swept),
             meta_fetched: AtomicU64::new(0),
@@ -344,7 +351,8 @@ impl Node {
         let store = StoreRef::Open(store.clone());
         self.protect(&store, &[*manifest])?;
         let parsed = self.manifest(&store, manifest)?;
-        self.bring_up(&store, &Candidate::kept(parsed, *manifest))
+        let candidate = Candidate::kept(parsed, *manifest);
+        self.bring_up(&store, &candidate, &Promise::given())
     }
 
     fn load_leases(&self) -> Result<Vec<Record>> {

@@ -10,6 +10,7 @@ use layerpack_store::{Digest, Hasher, LayerId, LayerMap, LayerStore, Manifest, a
 use super::given::{Candidate, GivenManifests};
 use super::layer::{META, StoreRef, read_verified};
 use super::lease::{Record, check_id};
+use super::promise::Promise;
 use super::types::{LeaseInfo, LeaseSpec, Stack};
 use super::{Node, unmount_busy};
 use crate::error::{IoContext, LayerfsError, Result};
@@ -89,8 +90,7 @@ impl Node {
             }
         }
         let store = StoreRef::Open(store.clone());
-        let held = self.protect(&store, manifests)?;
-        let candidates = self.candidates(&store, manifests, given, held)?;
+        let candidates = self.candidates(&store, manifests, given, true)?;
         let info = LeaseInfo {
             spec: lease.clone(),
             manifests: manifests.to_vec(),
@@ -106,7 +106,9 @@ impl Node {
         self.leases
             .lock()
             .insert(Record::new(info, &self.boot_text));
-        let result = self.bring_stack_up(&store, candidates).and_then(|lowers| {
+        let bring = |promise: &Promise| self.bring_stack_up(&store, &candidates, promise);
+        let brought = self.with_promise(&store, &candidates, &bring);
+        let result = brought.and_then(|lowers| {
             let record = {
                 let mut leases = self.leases.lock();
                 let Some(mut record) = leases.record(&lease.id) else {
@@ -135,23 +137,28 @@ impl Node {
         let store = StoreRef::Address(record.info.store.clone());
         let none = GivenManifests::default();
         let candidates = self.candidates(&store, &record.info.manifests, &none, false)?;
-        self.bring_stack_up(&store, candidates)?;
+        self.bring_stack_up(&store, &candidates, &Promise::given())?;
         self.learner.note(&record.info.stack.layers);
         Ok(())
     }
 
     /// Mounts everything and returns the directories for overlayfs, the top first.
-    fn bring_stack_up(&self, store: &StoreRef, candidates: Vec<Candidate>) -> Result<Vec<PathBuf>> {
+    fn bring_stack_up(
+        &self,
+        store: &StoreRef,
+        candidates: &[Candidate],
+        promise: &Promise,
+    ) -> Result<Vec<PathBuf>> {
         let down = candidates.iter().filter(|c| !self.is_up(c.layer()));
         // What is up already is not worth a thread.
         let most = if down.count() > 1 { LAYERS_AT_ONCE } else { 1 };
-        let handles = at_once(&candidates, most, |c| self.bring_up(store, c))?;
-        let mut layers: Vec<(LayerId, PathBuf, Manifest)> = Vec::with_capacity(candidates.len());
+        let handles = at_once(candidates, most, |c| self.bring_up(store, c, promise))?;
+        let mut layers: Vec<(LayerId, PathBuf, &Manifest)> = Vec::with_capacity(candidates.len());
         for (handle, Candidate { manifest, .. }) in handles.into_iter().zip(candidates) {
             // overlayfs refuses the same layer twice. The upper of the two shows the same
             // names, and all that lies between it and the lower one.
             layers.retain(|(id, _, _)| *id != handle.layer_id);
-            layers.push((handle.layer_id, handle.mountpoint, manifest));
+            layers.push((handle.layer_id, handle.mountpoint, &**manifest));
         }
         let ids: Vec<LayerId> = layers.iter().map(|(id, _, _)| *id).collect();
         let digest = stack_digest(&ids);
@@ -174,8 +181,16 @@ impl Node {
         slot.try_lock().is_some_and(|slot| slot.up.is_some())
     }
 
-    /// What to do about a stack: from its plan on disk, else worked out now.
-    fn plan(&self, digest: &Digest, layers: &[(LayerId, PathBuf, Manifest)]) -> Result<Plan> {
+    /// What to do about a stack: by what is known of its layers, else from its plan on disk, else
+    /// worked out now.
+    fn plan(&self, digest: &Digest, layers: &[(LayerId, PathBuf, &Manifest)]) -> Result<Plan> {
+        if let Some(hidden) = self.hidden_in(layers)? {
+            return Ok(Plan {
+                format: PLAN_FORMAT,
+                hidden,
+                generated: None,
+            });
+        }
         let path = self.stack_dir(digest).join("plan.json");
         if let Ok(bytes) = fs_err::read(&path)
             && let Ok(plan) = serde_json::from_slice::<Plan>(&bytes)
@@ -188,19 +203,14 @@ impl Node {
     }
 
     /// Looks at the layers' metadata; writes the generated layer, if any, and then the plan.
-    fn make_plan(&self, digest: &Digest, layers: &[(LayerId, PathBuf, Manifest)]) -> Result<Plan> {
+    fn make_plan(&self, digest: &Digest, layers: &[(LayerId, PathBuf, &Manifest)]) -> Result<Plan> {
         let damaged = |layer: &LayerId, e: layerpack_erofs::Error| LayerfsError::Damaged {
             layer: *layer.digest(),
             what: e.to_string(),
         };
         let mut metas = Vec::with_capacity(layers.len());
         for (id, _, manifest) in layers {
-            let path = self.root.join("cache").join(id.hex()).join(META);
-            let bytes =
-                read_verified(&path, &manifest.meta).ok_or_else(|| LayerfsError::Unusable {
-                    path: path.clone(),
-                    what: "it changed after it was verified; remove the layer's cache".to_owned(),
-                })?;
+            let bytes = self.metadata_of(*id, manifest)?;
             metas.push((bytes, self.implicit_of(*id, manifest)?));
         }
         let mut images = Vec::with_capacity(layers.len());
@@ -250,7 +260,7 @@ impl Node {
         Ok(plan)
     }
 
-    fn implicit_of(&self, id: LayerId, manifest: &Manifest) -> Result<Vec<Vec<u8>>> {
+    pub(super) fn implicit_of(&self, id: LayerId, manifest: &Manifest) -> Result<Vec<Vec<u8>>> {
         if let Some(entry) = self.registry.get(id)
             && let Some(blob) = entry.blob()
         {
@@ -272,7 +282,7 @@ impl Node {
         digest: &Digest,
         meta: Digest,
         size: u64,
-        layers: &[(LayerId, PathBuf, Manifest)],
+        layers: &[(LayerId, PathBuf, &Manifest)],
     ) -> Result<PathBuf> {
         let mountpoint = self.stack_dir(digest).join("mnt");
         let mut generated = self.generated.lock();

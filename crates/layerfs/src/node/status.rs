@@ -60,7 +60,7 @@ impl Node {
             if let Some(slot) = slot.try_lock()
                 && let Some(up) = slot.up.as_ref()
             {
-                known.insert(id, (up.manifest.clone(), up.manifest_digest));
+                known.insert(id, (Manifest::clone(&up.manifest), up.manifest_digest));
             }
         }
         let mounted: Vec<LayerId> = known.keys().copied().collect();

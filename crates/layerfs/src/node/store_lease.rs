@@ -98,6 +98,19 @@ impl Node {
         }
     }
 
+    /// Whether the store keeps these layers as it is, with nothing to be asked; `None` while it takes
+    /// no lease.
+    pub(super) fn is_kept(&self, store: &StoreRef, manifests: &[Digest]) -> Option<bool> {
+        let stores = self.store_leases.stores.lock();
+        let Some(entry) = stores.get(store.url()) else {
+            return Some(false);
+        };
+        if entry.failed.is_some_and(|at| at.elapsed() < AGAIN) {
+            return None;
+        }
+        Some(entry.lease.as_ref().is_some_and(|l| l.holds(manifests)))
+    }
+
     /// The lease in a store; `None` while there is none to be had.
     fn store_lease(&self, store: &StoreRef) -> Option<Arc<NodeLease>> {
         let mut stores = self.store_leases.stores.lock();

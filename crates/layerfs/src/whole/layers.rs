@@ -108,7 +108,6 @@ pub(super) fn open(
             map: kept_map.is_none(),
             locator: manifest.data_size > 0,
             known_map: kept_map.as_ref(),
-            manifest: None,
         },
     );
     let parts = match parts {

@@ -25,6 +25,7 @@ use crate::key::Key;
 use crate::layer::repack::{chunks_by_frame, place_of};
 use crate::layer::{LayerStore, SeedMarker};
 use crate::manifest::ParentRef;
+use crate::reference::Reference;
 
 /// An object that nothing uses.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -204,6 +205,7 @@ impl LayerStore {
         for root in &marks.unreadable {
             findings.add(&root.error, Some(&root.name));
         }
+        self.audit_references(&objects, &mut findings)?;
         for (key, _) in &leases.unknown {
             findings.add(&self.corrupt(key, "it is no lease of this version"), None);
         }
@@ -337,6 +339,20 @@ impl LayerStore {
                 modified: None,
             })
             .collect())
+    }
+
+    /// The copies of manifests in references; what else is wrong with one was found by marking.
+    fn audit_references(&self, objects: &[ObjectInfo], findings: &mut Findings) -> Result<()> {
+        let references: Vec<Reference> = (objects.iter())
+            .filter_map(|object| object.key.to_reference())
+            .collect();
+        for part in references.chunks(16) {
+            let checked = parallel::map(part, |reference| self.check_copy(reference));
+            for (reference, checked) in part.iter().zip(checked) {
+                findings.note(checked, Some(&reference.to_string()))?;
+            }
+        }
+        Ok(())
     }
 
     /// A pack's structure and, with `read_data`, all its bytes.

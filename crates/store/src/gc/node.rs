@@ -33,6 +33,18 @@ struct State {
     lease: Lease,
     /// When it was written last by this process.
     written: Option<BootInstant>,
+    /// Of what it names: that for which no collector was at work after the lease was written.
+    settled: BTreeSet<Digest>,
+    /// Counts the times that something was taken out of the lease, or that it cannot be told what
+    /// the store has of it.
+    epoch: u64,
+}
+
+impl State {
+    fn unsettle(&mut self) {
+        self.settled.clear();
+        self.epoch += 1;
+    }
 }
 
 impl NodeLease {
@@ -57,6 +69,8 @@ impl NodeLease {
             state: Mutex::new(State {
                 lease: Lease::new(LeaseKind::Node, who, ttl),
                 written: None,
+                settled: BTreeSet::new(),
+                epoch: 0,
             }),
         })
     }
@@ -68,7 +82,16 @@ impl NodeLease {
         state.lease.manifests.extend(manifests);
     }
 
-    /// Has the lease name at least these manifests before it returns.
+    /// Whether these manifests are protected: [`NodeLease::hold`] has nothing to ask for.
+    #[must_use]
+    pub fn holds(&self, manifests: &[Digest]) -> bool {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.written.is_some() && manifests.iter().all(|m| state.settled.contains(m))
+    }
+
+    /// Has the lease name at least these manifests before it returns, and sees to it that no
+    /// collector is deleting one of them. Who asks for some that another thread has just had named
+    /// waits for collectors as that one does.
     ///
     /// # Errors
     /// If it cannot be written (then they are not protected), which a directory that has no store any
@@ -81,19 +104,32 @@ impl NodeLease {
             .filter(|digest| !state.lease.manifests.contains(digest))
             .copied()
             .collect();
-        if fresh.is_empty() && state.written.is_some() {
+        if !fresh.is_empty() || state.written.is_none() {
+            state.lease.manifests.extend(manifests);
+            let written = self.write(&mut state);
+            if written.is_err() {
+                for digest in &fresh {
+                    state.lease.manifests.remove(digest);
+                }
+            }
+            written?;
+        }
+        let open: Vec<Digest> = (manifests.iter())
+            .filter(|digest| !state.settled.contains(digest))
+            .copied()
+            .collect();
+        let epoch = state.epoch;
+        drop(state);
+        if open.is_empty() {
             return Ok(());
         }
-        state.lease.manifests.extend(manifests);
-        let written = self.write(&mut state);
-        if written.is_err() {
-            for digest in &fresh {
-                state.lease.manifests.remove(digest);
-            }
+        self.wait_for_sweeps(&open)?;
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        // What was taken out meanwhile may have been named again since, after we looked.
+        if state.epoch == epoch {
+            state.settled.extend(open);
         }
-        written?;
-        drop(state);
-        self.wait_for_sweeps(manifests)
+        Ok(())
     }
 
     /// A store that is gone from its place gets no lease: that would make another one there.
@@ -149,6 +185,7 @@ impl NodeLease {
         if manifests.is_empty() {
             if state.written.is_some() || !state.lease.manifests.is_empty() {
                 state.lease.manifests = manifests;
+                state.unsettle();
                 self.store.blobs().delete_volatile(&self.key)?;
                 state.written = None;
             }
@@ -161,8 +198,14 @@ impl NodeLease {
             return Ok(());
         }
         let before = std::mem::replace(&mut state.lease.manifests, manifests);
+        let State { lease, settled, .. } = &mut *state;
+        settled.retain(|digest| lease.manifests.contains(digest));
+        if !before.is_subset(&state.lease.manifests) {
+            state.epoch += 1;
+        }
         let written = self.write(&mut state);
         if written.is_err() {
+            state.unsettle();
             let now = std::mem::take(&mut state.lease.manifests);
             // Neither set is known to be there: claim both when it works again.
             state.written = None;

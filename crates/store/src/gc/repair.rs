@@ -1,6 +1,7 @@
 //! Repairing what describes a store's packs: indexes from the packs' tables, locators from indexes.
-//! What holds the data itself (packs, maps, metadata, manifests, references) cannot be made again
-//! from the rest: that is named, with the layers that it concerns.
+//! Manifests are written anew from the copies in references, where there are such. What else holds the
+//! data itself (packs, maps, metadata, references) cannot be made again from the rest: that is named,
+//! with the layers that it concerns.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,6 +10,7 @@ use serde::Serialize;
 use super::lease::Leases;
 use super::mark::{Marks, UsedLayer, mark};
 use super::parallel;
+use crate::blob::PutMode;
 use crate::digest::Digest;
 use crate::error::{Result, StoreError};
 use crate::format::locator::PackLoc;
@@ -123,7 +125,13 @@ impl LayerStore {
                 .push(format!("{} written anew", Key::marker()));
         }
         let leases = Leases::read(&**store.blobs(), None)?;
-        let marks = mark(&store, &leases)?;
+        let mut marks = mark(&store, &leases)?;
+        let restored = store.repair_manifests(&marks, &mut report)?;
+        if !restored.is_empty() && dry_run {
+            (marks.unreadable).retain(|root| !restored.contains(&object_of(&root.error)));
+        } else if !restored.is_empty() {
+            marks = mark(&store, &leases)?;
+        }
         let packs = store.repair_index(&marks, &mut report)?;
         store.repair_layers(marks, &packs, &mut report)?;
         if !report.lost.is_empty() {
@@ -139,6 +147,44 @@ impl LayerStore {
         }
         report.lost.sort_by(|a, b| a.object.cmp(&b.object));
         Ok(report)
+    }
+
+    /// Writes manifests anew that are damaged or gone, from the copies in the references that name
+    /// them. Their keys.
+    fn repair_manifests(
+        &self,
+        marks: &Marks,
+        report: &mut RepairReport,
+    ) -> Result<BTreeSet<String>> {
+        let mut restored = BTreeSet::new();
+        let objects = marks.unreadable.iter().map(|root| object_of(&root.error));
+        let bad: BTreeSet<String> = objects.filter(|o| o.starts_with("manifests/")).collect();
+        if bad.is_empty() {
+            return Ok(restored);
+        }
+        for object in self.blobs().list("refs/")? {
+            let Some(reference) = object.key.to_reference() else {
+                continue;
+            };
+            let (digest, manifest) = match self.copy_in(&reference) {
+                Ok(Some(copy)) => copy,
+                Ok(None) => continue,
+                // Marking has found it too.
+                Err(error) if error.is_damage() => continue,
+                Err(error) => return Err(error),
+            };
+            let key = Key::manifest(&digest);
+            if !bad.contains(key.as_str()) || !restored.insert(key.to_string()) {
+                continue;
+            }
+            if !report.dry_run {
+                let bytes = manifest.to_bytes()?;
+                self.blobs().put(&key, &bytes, PutMode::Overwrite)?;
+            }
+            let mended = format!("{key} written anew from the copy in {}", object.key);
+            report.mended.push(mended);
+        }
+        Ok(restored)
     }
 
     /// Has a sound index name each sound pack. The packs that are sound.

@@ -8,6 +8,7 @@ mod frames;
 mod hashing;
 mod map_image;
 mod meta_image;
+mod named;
 mod objects;
 mod pack_writer;
 mod part;
@@ -77,12 +78,6 @@ struct Inner {
 struct Marker {
     format: u32,
     incompat: Vec<String>,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-struct RefObject {
-    format: u32,
-    manifest: Digest,
 }
 
 /// A reference in a list. A damaged reference does not hide the others.
@@ -357,23 +352,9 @@ impl LayerStore {
             .ok_or_else(|| self.unknown_reference(reference))
     }
 
+    /// Digest of the manifest that a reference names; `None` if there is none.
     pub(crate) fn read_ref(&self, reference: &Reference) -> Result<Option<Digest>> {
-        let key = Key::reference(reference);
-        let read = self.get_checked(&key, MAX_SMALL, &mut |bytes| {
-            let object: RefObject = serde_json::from_slice(bytes)
-                .map_err(|e| self.damaged_ref(reference, e.to_string()))?;
-            if object.format != 1 {
-                let what = format!("its format is {}, known is 1", object.format);
-                return Err(self.bad(&key, &FormatError::newer("reference", what)));
-            }
-            Ok(object.manifest)
-        });
-        match read {
-            Err(StoreError::TooLarge { size, .. }) => {
-                Err(self.damaged_ref(reference, format!("it has {size} bytes")))
-            }
-            read => read,
-        }
+        Ok(self.read_named(reference)?.map(|named| named.manifest))
     }
 
     fn damaged_ref(&self, reference: &Reference, what: String) -> StoreError {
@@ -404,7 +385,8 @@ impl LayerStore {
         })
     }
 
-    /// Resolves a reference and reads its manifest.
+    /// Resolves a reference and reads its manifest: from the copy in the reference, if that has the
+    /// digest which the reference names.
     ///
     /// # Errors
     /// As [`LayerStore::resolve`] and [`LayerStore::manifest`];
@@ -414,7 +396,13 @@ impl LayerStore {
     }
 
     fn load_now(&self, reference: &Reference) -> Result<(Digest, Manifest)> {
-        let digest = self.resolve_now(reference)?;
+        let named = self
+            .read_named(reference)?
+            .ok_or_else(|| self.unknown_reference(reference))?;
+        let digest = named.manifest;
+        if let Some(manifest) = named.copy_for(reference) {
+            return Ok((digest, manifest));
+        }
         let error = match self.manifest_of(reference, &digest) {
             Ok(manifest) => return Ok((digest, manifest)),
             Err(error) if error.is_damage() => error,

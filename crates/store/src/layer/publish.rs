@@ -11,6 +11,7 @@ use super::chunks::{Holdings, Place};
 use super::dedupe::IndexSet;
 use super::map_image::{MapImage, MapSource};
 use super::meta_image::{Image, MetaImage, compressed};
+use super::named::Named;
 use super::objects::STREAMED;
 use super::pack_writer::Written;
 use super::staged::Staged;
@@ -300,6 +301,7 @@ impl Sealed {
             store: self.store.clone(),
             reference: reference.clone(),
             digest,
+            object: Named::object(&manifest_bytes),
             layer_id: manifest.layer_id(),
             stats: WriteStats::default(),
             warnings: Vec::new(),

@@ -1,8 +1,8 @@
 //! Layers of which everything but the reference is in the store, and several references at once.
 
+use super::LayerStore;
 use super::publish::{PublishOutcome, Published};
 use super::writer::WriteStats;
-use super::{LayerStore, RefObject};
 use crate::blob::PutOutcome;
 use crate::digest::Digest;
 use crate::error::{Result, StoreError};
@@ -18,6 +18,8 @@ pub struct Staged {
     pub(super) reference: Reference,
     /// Digest of its manifest.
     pub(super) digest: Digest,
+    /// What its reference will be.
+    pub(super) object: Vec<u8>,
     pub(super) layer_id: LayerId,
     pub(super) stats: WriteStats,
     pub(super) warnings: Vec<String>,
@@ -73,15 +75,10 @@ impl Staged {
     /// [`StoreError::Conflict`] if the version is published with other content; else what went wrong
     /// in writing.
     pub fn publish(mut self) -> Result<Published> {
-        let object = serde_json::to_vec(&RefObject {
-            format: 1,
-            manifest: self.digest,
-        })
-        .unwrap_or_default();
         let (store, reference) = (&self.store, &self.reference);
-        let outcome = match store.create_reference(reference, &self.digest, &object)? {
+        let outcome = match store.create_reference(reference, &self.digest, &self.object)? {
             PutOutcome::Created => {
-                self.stats.new_bytes += object.len() as u64;
+                self.stats.new_bytes += self.object.len() as u64;
                 PublishOutcome::Created
             }
             PutOutcome::Exists => match store.read_ref(reference)? {

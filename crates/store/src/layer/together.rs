@@ -1,7 +1,7 @@
 //! Objects that do not depend on each other, asked for at the same time.
 //!
 //! What a reader waits for is then as many round trips as its objects are deep, not as many as they
-//! are: a reference, its manifest, and then metadata, map and locator at once. The store's marker is
+//! are: a reference, which has its manifest with it, and then metadata, map and locator at once. The store's marker is
 //! read beside the first of them. Nothing that came is given out before all was understood that it
 //! rests on: without a marker that this version understands, the rest is thrown away.
 
@@ -31,8 +31,6 @@ pub struct PartsWanted<'a> {
     pub locator: bool,
     /// The layer's map, if it is at hand.
     pub known_map: Option<&'a LayerMap>,
-    /// Look whether the store has the manifest of this digest: for who has it from elsewhere.
-    pub manifest: Option<&'a Digest>,
 }
 
 /// What came of [`PartsWanted`]; `None` where nothing was asked for.
@@ -44,14 +42,11 @@ pub struct Parts {
     pub map: Option<Result<LayerMap>>,
     /// The locator, which fits the map. `None` also if that did not come.
     pub locator: Option<Result<Locator>>,
-    /// Whether the store has the manifest.
-    pub manifest: Option<Result<bool>>,
 }
 
 /// One request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Part {
-    Manifest,
     Meta,
     Map,
     Locator,
@@ -59,7 +54,6 @@ enum Part {
 
 /// Its answer.
 enum Came {
-    Manifest(Result<bool>),
     Meta(Result<Vec<u8>>),
     Map(Result<LayerMap>),
     /// As it came: the map that it must fit may not be there yet.
@@ -120,7 +114,6 @@ impl LayerStore {
     /// those of [`LayerStore::meta`], [`LayerStore::map`] and [`LayerStore::locator`].
     pub fn parts(&self, manifest: &Manifest, wanted: PartsWanted<'_>) -> Result<Parts> {
         let asked: Vec<Part> = [
-            (Part::Manifest, wanted.manifest.is_some()),
             (Part::Meta, wanted.meta),
             (Part::Map, wanted.map),
             (Part::Locator, wanted.locator),
@@ -141,17 +134,12 @@ impl LayerStore {
                 Order::Free,
                 |_| 0,
                 |part| match part {
-                    Part::Manifest => Came::Manifest(match wanted.manifest {
-                        Some(digest) => self.has_manifest(digest),
-                        None => Ok(false),
-                    }),
                     Part::Meta => Came::Meta(self.meta_now(manifest)),
                     Part::Map => Came::Map(self.map_now(manifest)),
                     Part::Locator => Came::Locator(self.locator_bytes(&manifest.map.digest)),
                 },
                 |_, came| {
                     match came {
-                        Came::Manifest(found) => parts.manifest = Some(found),
                         Came::Meta(meta) => parts.meta = Some(meta),
                         Came::Map(map) => parts.map = Some(map),
                         Came::Locator(bytes) => locator = Some(bytes),

@@ -207,6 +207,7 @@ impl LayerStore {
             return Ok(());
         };
         report.manifest = Some(digest);
+        report.note(self.check_copy(reference), Vec::new)?;
         let lost = self.lost_marker()?;
         report.warnings.extend(lost.map(|error| error.to_string()));
         report.objects += 1;

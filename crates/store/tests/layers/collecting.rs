@@ -303,15 +303,33 @@ fn a_node_does_not_take_what_is_being_deleted() {
     blobs.put(&marker, b"somebody", PutMode::Overwrite).unwrap();
     let (hour, no) = (Duration::from_secs(3600), Duration::ZERO);
     let lease = NodeLease::new(&store, "n1", "a test".to_owned(), hour, no).unwrap();
-    match lease.hold(&[published.digest]).unwrap_err() {
-        StoreError::Collecting { key, .. } => {
-            assert_eq!(key, Key::manifest(&published.digest).to_string());
+    // Also who comes when the lease names it already.
+    for _ in 0..2 {
+        match lease.hold(&[published.digest]).unwrap_err() {
+            StoreError::Collecting { key, .. } => {
+                assert_eq!(key, Key::manifest(&published.digest).to_string());
+            }
+            other => panic!("{other:?}"),
         }
-        other => panic!("{other:?}"),
+        assert!(!lease.holds(&[published.digest]));
     }
-    lease.hold(&[Digest::of(b"another")]).unwrap();
+    let another = Digest::of(b"another");
+    lease.hold(&[another]).unwrap();
+    assert!(lease.holds(&[another]) && !lease.holds(&[another, published.digest]));
     blobs.delete(&marker).unwrap();
     lease.hold(&[published.digest]).unwrap();
+    assert!(lease.holds(&[another, published.digest]));
+    // What leaves the lease is not protected when it is named again, until that was asked for.
+    lease.update(BTreeSet::from([another])).unwrap();
+    assert!(lease.holds(&[another]) && !lease.holds(&[published.digest]));
+    lease
+        .update(BTreeSet::from([another, published.digest]))
+        .unwrap();
+    assert!(!lease.holds(&[published.digest]));
+    blobs.put(&marker, b"somebody", PutMode::Overwrite).unwrap();
+    lease.hold(&[published.digest]).unwrap_err();
+    lease.update(BTreeSet::new()).unwrap();
+    assert!(!lease.holds(&[another]));
 }
 
 #[test]

@@ -3,8 +3,8 @@
 
 use layerpack_store::format::index::{IndexEntry, IndexPack, IndexSegment};
 use layerpack_store::{
-    Blob, Codec, Counts, Digest, Extent, Features, FrameLoc, Kind, LayerMap, LayerName, LayerStore,
-    Locator, Manifest, MapBuilder, PackLoc, ParentRef, Version, open_url,
+    Blob, Codec, Counts, Digest, Extent, Features, FrameLoc, Key, Kind, LayerMap, LayerName,
+    LayerStore, Locator, Manifest, MapBuilder, PackLoc, ParentRef, Version, open_url,
 };
 
 use crate::support::{data_of, memory, noise, publish, read_all, reference, text};
@@ -399,6 +399,35 @@ fn the_first_release_s_store_is_readable() {
     );
     assert!(store.verify(&reference("base/golden:1")).unwrap().is_ok());
     assert!(store.verify_index().unwrap().is_empty());
+}
+
+/// A reference as it is written since it has a copy of its manifest. The one in `golden/v1` has none.
+#[test]
+fn reference_bytes() {
+    let (blobs, store) = memory();
+    publish(&store, "base/golden:1", &golden_files()).unwrap();
+    let key = Key::reference(&reference("base/golden:1"));
+    let bytes = blobs.get(&key, u64::MAX).unwrap().unwrap();
+    assert_eq!(
+        String::from_utf8(bytes.clone()).unwrap(),
+        concat!(
+            r#"{"format":1,"manifest":"b3:e7ea04330f728d5efa9725ee0b29a96a85484508c0f99aaacd1cd86eafe61"#,
+            r#"8ae","text":"{\"format\":1,\"features\":{\"compat\":[],\"ro_compat\":[],\"incompat\":[]}"#,
+            r#",\"kind\":\"base\",\"name\":\"golden\",\"version\":\"1\",\"platform\":\"\",\"parents\":["#,
+            r#"],\"meta\":{\"digest\":\"b3:aee7ce028aef34253f968fe860380f02b0eec9cbca719324c2a4782d276b"#,
+            r#"31ec\",\"size\":3000},\"map\":{\"digest\":\"b3:13055dc3ab95c22b8d68109fdf4acb4d846330126"#,
+            r#"d237afd1d20d1c3a56af800\",\"size\":315},\"data_size\":172032,\"counts\":{\"files\":0,\"d"#,
+            r#"irectories\":0,\"symlinks\":0,\"others\":0,\"bytes\":0},\"parameters\":{\"chunker\":\"ge"#,
+            r#"ar64-v1:16384:65536:262144:65536\"},\"labels\":{},\"annotations\":{}}"}"#,
+        )
+    );
+    // Both are the same version.
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/v1");
+    let old = LayerStore::new(open_url(root).unwrap());
+    let first = old.blobs().get(&key, u64::MAX).unwrap().unwrap();
+    assert!(bytes.starts_with(&first[..first.len() - 1]));
+    let name = reference("base/golden:1");
+    assert_eq!(old.load(&name).unwrap(), store.load(&name).unwrap());
 }
 
 /// How `golden/v1` was made. Run by hand, and only for the store of a new format version.

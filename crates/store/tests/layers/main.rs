@@ -15,6 +15,7 @@ mod channels;
 mod chunker;
 mod collecting;
 mod compacting;
+mod copies;
 mod damage;
 mod faults;
 mod full_disk;
