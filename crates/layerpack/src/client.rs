@@ -3,6 +3,7 @@
 //! Calls block. Each client owns a current-thread runtime, so no thread outlives it: a sandbox is
 //! launched from a process with a single thread, after the client was dropped.
 
+mod failing;
 mod start;
 
 pub(crate) use start::{ensure, mount_namespace};
@@ -32,6 +33,8 @@ const PATIENT: Duration = Duration::from_secs(600);
 /// How often a request is repeated whose answer was lost, and the pause before.
 const AGAIN: u32 = 8;
 const PAUSE: Duration = Duration::from_millis(50);
+/// How long an answer may take before it is asked whether anybody lives who could give it.
+const SILENCE: Duration = Duration::from_secs(2);
 
 /// Why a request has no answer.
 #[derive(Debug, thiserror::Error)]
@@ -68,6 +71,9 @@ pub(crate) enum ClientError {
         /// Its words.
         message: String,
     },
+    /// Its processes end one after another.
+    #[error("{0}")]
+    Failing(String),
     /// The connection ended early, or what came is no answer.
     #[error("the daemon gave no answer to {request} ({hint})")]
     Lost {
@@ -309,10 +315,7 @@ impl Client {
             .map_err(|e| lost(e.into()))?;
         self.runtime.block_on(async {
             let stream = self.connect().await?;
-            let (status, reply) = tokio::time::timeout(limit, exchange(stream, request))
-                .await
-                .map_err(|_| lost(anyhow::anyhow!("nothing came within {} s", limit.as_secs())))?
-                .map_err(lost)?;
+            let (status, reply) = self.answer(exchange(stream, request), limit, &lost).await?;
             if status == StatusCode::OK {
                 return serde_json::from_slice(&reply).map_err(|e| lost(e.into()));
             }
@@ -324,6 +327,34 @@ impl Client {
                 Err(_) => Err(lost(anyhow::anyhow!("status {status} without a reason"))),
             }
         })
+    }
+
+    /// Waits for an answer: not for long where no process lives for long enough to give one.
+    async fn answer(
+        &self,
+        exchange: impl Future<Output = anyhow::Result<(StatusCode, Bytes)>>,
+        limit: Duration,
+        lost: impl Fn(anyhow::Error) -> ClientError,
+    ) -> Result<(StatusCode, Bytes), ClientError> {
+        let failing = || {
+            let of_node = self.socket.is_none();
+            let said = of_node.then(|| failing::failing(&self.root)).flatten();
+            said.map_or(Ok(()), |said| Err(ClientError::Failing(said)))
+        };
+        let mut exchange = std::pin::pin!(exchange);
+        let end = tokio::time::Instant::now() + limit;
+        loop {
+            let next = end.min(tokio::time::Instant::now() + SILENCE);
+            match tokio::time::timeout_at(next, &mut exchange).await {
+                Ok(Ok(answer)) => return Ok(answer),
+                Ok(Err(error)) => return Err(lost(error)),
+                Err(_) if next >= end => {
+                    let limit = limit.as_secs();
+                    return Err(lost(anyhow::anyhow!("nothing came within {limit} s")));
+                }
+                Err(_) => failing()?,
+            }
+        }
     }
 
     async fn connect(&self) -> Result<UnixStream, ClientError> {

@@ -15,6 +15,7 @@ mod lost;
 mod metrics;
 mod orphans;
 mod packing;
+mod panics;
 mod prune;
 pub(crate) mod socket;
 
@@ -63,6 +64,7 @@ pub(crate) fn run(
         Some(linked) => (linked.sets, Some(linked.worker)),
         None => (Sets::new(), None),
     };
+    panics::watch(worker.is_some());
     let socket = Socket::handed_on(root, &mut sets, worker.is_none())?;
     let ours = !socket.passed_on;
     let mut config = layerpack_layerfs::NodeConfig::recommended(root.to_owned());

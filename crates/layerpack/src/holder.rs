@@ -43,12 +43,21 @@ const NO_LINK: &str = "-";
 const SETTINGS_SET: &str = "settings";
 /// Where the kernel says, and is told, whom to spare when memory runs out.
 const OOM: &str = "/proc/self/oom_score_adj";
-/// Nearly never: it is small, and everything hangs on it.
-const OOM_SCORE: i32 = -900;
+/// Never, not even where a control group's processes are killed together: it is small, does not grow,
+/// and everything hangs on it.
+const OOM_SCORE: i32 = -1000;
+/// How much earlier than a holder that may not spare itself a worker is to be ended: enough for what
+/// they share of the program's file not to decide it.
+const OOM_APART: i32 = 100;
+/// The highest there is.
+const OOM_MOST: i32 = 1000;
 /// A holder that lived for less is one that died young.
 const YOUNG: Duration = Duration::from_secs(5);
 /// Young ones in a row, after which the daemon goes on alone.
 const HOLDERS: u32 = 5;
+
+/// Name of the thread that does what the holder wants.
+pub(crate) const THREAD: &str = "holder";
 
 /// Version of this program.
 pub(crate) fn version() -> String {
@@ -70,6 +79,19 @@ pub(crate) fn program() -> anyhow::Result<OwnedFd> {
 
 fn oom_score() -> Option<i32> {
     fs_err::read_to_string(OOM).ok()?.trim().parse().ok()
+}
+
+/// Spares this process when memory runs out, as far as it may. Gives the score for workers: what this
+/// process had, or if it cannot be spared, more than it has.
+fn spare_this_process() -> Option<i32> {
+    let had = oom_score()?;
+    let lower = |score: i32| fs_err::write(OOM, score.to_string()).is_ok();
+    if had <= OOM_SCORE || lower(OOM_SCORE) {
+        return Some(had);
+    }
+    // A worker started this one. Back to where that came from needs no privilege.
+    let has = if had > 0 && lower(0) { 0 } else { had };
+    Some(had.max(has.saturating_add(OOM_APART)).min(OOM_MOST))
 }
 
 /// Becomes the holder of the node at `root`; comes back only if that fails.
@@ -131,11 +153,7 @@ fn hold() -> anyhow::Result<u8> {
             env.push(c_string(both)?);
         }
     }
-    let oom_score_adj = oom_score();
-    // Only root may; without it the kernel judges by size, and this is small.
-    if oom_score_adj.is_none_or(|score| score > OOM_SCORE) {
-        let _ = fs_err::write(OOM, OOM_SCORE.to_string());
-    }
+    let oom_score_adj = spare_this_process();
     // A service manager passes a socket on to this very process only.
     let root = PathBuf::from(root);
     let mut kept = Sets::new();
@@ -329,12 +347,12 @@ impl Worker {
     /// When no thread can be started for that.
     pub(crate) fn ready(&self, node: &Arc<Node>, stop: &Arc<Notify>) -> anyhow::Result<()> {
         self.inner.ready.store(true, Ordering::Release);
-        if let Err(error) = self.inner.link.ready() {
+        if let Err(error) = self.inner.link.ready(node.read_timeout()) {
             tracing::warn!(%error, "there is no holder to tell of the start");
         }
         let (worker, node, stop) = (self.clone(), Arc::clone(node), Arc::clone(stop));
         std::thread::Builder::new()
-            .name("holder".to_owned())
+            .name(THREAD.to_owned())
             .spawn(move || worker.obey(&node, &stop))
             .context("cannot start a thread for the holder")?;
         Ok(())
@@ -347,6 +365,10 @@ impl Worker {
             return;
         };
         loop {
+            // Each holder anew.
+            if let Err(error) = self.inner.link.watch_this_thread() {
+                tracing::debug!(%error, "the holder does not watch this thread");
+            }
             let renewed = self.inner.link.renewed();
             match self.inner.link.wait() {
                 Event::Drain => {

@@ -153,7 +153,10 @@ impl Drop for SandboxLease {
 /// Ends a lease. A daemon that is not there, or dies meanwhile, holds none.
 pub(crate) fn release(root: &Path, lease: &str) -> anyhow::Result<()> {
     match Client::new(root)?.release(lease) {
-        Ok(_) | Err(ClientError::NotRunning { .. } | ClientError::Lost { .. }) => Ok(()),
+        Ok(_)
+        | Err(
+            ClientError::NotRunning { .. } | ClientError::Lost { .. } | ClientError::Failing(_),
+        ) => Ok(()),
         Err(error) => Err(error).with_context(|| format!("the daemon keeps the layers of {lease}")),
     }
 }

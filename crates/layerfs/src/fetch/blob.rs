@@ -277,6 +277,11 @@ impl Blob {
             buf.clear();
             return Some(Ok(()));
         }
+        let _told = PanicTold {
+            blob: self,
+            offset,
+            end,
+        };
         // While something is evicted there, the read waits elsewhere.
         let held = self.cache.try_hold(&self.starts(offset, end))?;
         let result = self.read_present(offset, end, buf)?;
@@ -338,6 +343,11 @@ impl Blob {
             buf.clear();
             return Ok(());
         }
+        let _told = PanicTold {
+            blob: self,
+            offset,
+            end,
+        };
         // From here to the answer nothing of this is evicted: neither what is there, nor what is
         // fetched for this read.
         let _held = self.hold(offset, end);
@@ -680,4 +690,21 @@ fn slice_of(bytes: &mut [u8], from: u64, to: u64) -> &mut [u8] {
     range
         .and_then(|range| bytes.get_mut(range))
         .unwrap_or_default()
+}
+
+/// Says in the log which read a panic took along; dropping its reply answers it with EIO.
+struct PanicTold<'a> {
+    blob: &'a Blob,
+    offset: u64,
+    end: u64,
+}
+
+impl Drop for PanicTold<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.blob.counters.errors.fetch_add(1, Ordering::Relaxed);
+            tracing::error!(layer = %self.blob.layer, offset = self.offset, end = self.end,
+                "a read panicked: its reader gets an error");
+        }
+    }
 }

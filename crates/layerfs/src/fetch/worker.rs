@@ -54,6 +54,22 @@ impl Batch {
 
     /// Says in the log what could not be fetched.
     fn report(&self, error: &StoreError) {
+        let (from, to) = self.span();
+        tracing::warn!(layer = %self.blob.layer, store = %self.blob.store_url,
+            frames = self.frames.len(), offset = from, end = to, error = %error,
+            "frames cannot be fetched");
+    }
+
+    /// Says in the log what a panic took along.
+    fn tell_panic(&self) {
+        let (from, to) = self.span();
+        tracing::error!(layer = %self.blob.layer, store = %self.blob.store_url,
+            frames = self.frames.len(), offset = from, end = to,
+            "a fetch panicked; its readers get an error");
+    }
+
+    /// Where in the layer's data the frames begin and end.
+    fn span(&self) -> (Option<u64>, Option<u64>) {
         let map = self.blob.map.extents();
         let extents = self
             .frames
@@ -61,10 +77,7 @@ impl Batch {
             .flat_map(|(frame, _)| self.source.locator.extents_of_frame(*frame))
             .filter_map(|index| map.get(usize::try_from(*index).ok()?));
         let from = extents.clone().map(|e| e.data_offset).min();
-        let to = extents.map(layerpack_store::Extent::end).max();
-        tracing::warn!(layer = %self.blob.layer, store = %self.blob.store_url,
-            frames = self.frames.len(), offset = from, end = to, error = %error,
-            "frames cannot be fetched");
+        (from, extents.map(layerpack_store::Extent::end).max())
     }
 
     /// Leaves out what was asked for anew while this batch waited for its turn.
@@ -93,6 +106,9 @@ impl Batch {
 
 impl Drop for Batch {
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.tell_panic();
+        }
         self.land_rest(&Outcome::Failed(Arc::new(ReadError::Abandoned)));
     }
 }

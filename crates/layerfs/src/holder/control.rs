@@ -14,6 +14,8 @@ use layerpack_sys::fdpass;
 use rustix::fs::{Mode, OFlags};
 use serde::{Deserialize, Serialize};
 
+use super::trouble::Failing;
+
 /// Name of the socket in the node's directory.
 const SOCKET: &str = "holder.sock";
 /// Longest question or answer in bytes.
@@ -56,6 +58,9 @@ pub enum Reply {
         restarts: u64,
         /// How often a worker gave way to a newer one.
         upgrades: u64,
+        /// Workers that do not stay.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        failing: Option<Failing>,
     },
     /// To [`Question::Upgrade`]: it serves.
     Upgraded {

@@ -3,12 +3,15 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use rustix::fs::OFlags;
+use rustix::process::{PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{Keeper, PROTOCOL, Set, Sets, ToHolder, ToWorker, receive, send};
+use super::{Keeper, PROTOCOL, Set, Sets, ToHolder, ToWorker, WITNESS, receive, send};
 use crate::sync::{AtomicU64, Mutex, Ordering, RwLock};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// What the holder says of itself and of the workers so far.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,6 +47,8 @@ pub struct Link {
     socket: RwLock<Arc<OwnedFd>>,
     /// How many holders took the place of another.
     renewed: AtomicU64,
+    /// How long reads wait, in milliseconds; 0 until that was said.
+    patience_ms: AtomicU64,
     /// Names and states of what is kept, to tell another holder.
     kept: Mutex<Vec<(String, Value, Vec<OwnedFd>)>>,
 }
@@ -93,6 +98,7 @@ impl Link {
         Self {
             socket: RwLock::new(Arc::new(socket)),
             renewed: AtomicU64::new(0),
+            patience_ms: AtomicU64::new(0),
             kept: Mutex::new(Vec::new()),
         }
     }
@@ -116,12 +122,37 @@ impl Link {
         send((*socket).as_fd(), message, fds)
     }
 
-    /// Everything is served.
+    /// Everything is served. Reads that have waited for longer than `patience` for a worker that
+    /// stays are failed by the holder.
     ///
     /// # Errors
     /// When the holder is gone.
-    pub fn ready(&self) -> io::Result<()> {
-        self.say(&ToHolder::Ready, &[])
+    pub fn ready(&self, patience: Duration) -> io::Result<()> {
+        let millis = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
+        self.patience_ms.store(millis.max(1), Ordering::Release);
+        self.say_ready()
+    }
+
+    fn say_ready(&self) -> io::Result<()> {
+        let patience = self.patience_ms.load(Ordering::Acquire);
+        let patience_ms = (patience > 0).then_some(patience);
+        self.say(&ToHolder::Ready { patience_ms }, &[])
+    }
+
+    /// Has the holder watch the thread that calls this, which is to end with the process only: so it
+    /// learns at once that the process is being killed. Before Linux 6.9 it does after a moment.
+    ///
+    /// # Errors
+    /// When the kernel cannot, or the holder is gone.
+    pub fn watch_this_thread(&self) -> io::Result<()> {
+        // `PIDFD_THREAD`.
+        let thread = PidfdFlags::from_bits_retain(OFlags::EXCL.bits());
+        let fd = pidfd_open(rustix::thread::gettid(), thread)?;
+        let message = ToHolder::Keep {
+            name: WITNESS.to_owned(),
+            state: Value::Null,
+        };
+        self.say(&message, &[fd.as_fd()])
     }
 
     /// This process is going to end on purpose.
@@ -190,7 +221,7 @@ impl Link {
             };
             self.say(&message, &super::borrowed(fds))?;
         }
-        self.ready()?;
+        self.say_ready()?;
         Ok(standing)
     }
 }

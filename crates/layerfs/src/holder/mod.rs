@@ -13,10 +13,12 @@
 //!
 //! Messages are JSON, one to a packet of a `SOCK_SEQPACKET` pair that only the two processes have.
 
+mod child;
 mod control;
 mod link;
 mod run;
 mod stuck;
+mod trouble;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -30,6 +32,7 @@ use serde_json::Value;
 pub use control::{Question, Reply, Who, ask, remedy};
 pub use link::{Event, Link, Standing};
 pub use run::{Holder, HolderOptions, Notice};
+pub use trouble::Failing;
 
 /// Version of the messages. A holder and a worker of different versions do not work together.
 pub const PROTOCOL: u32 = 1;
@@ -40,6 +43,9 @@ const MAX_MESSAGE: usize = 64 << 10;
 pub const FUSE: &str = "fuse";
 /// Name of the set that is the lock on the node's directory.
 pub const LOCK: &str = "lock";
+/// Name of the set that is a thread of the worker: it ends when the worker is killed, where the whole
+/// process may have to wait for itself first.
+const WITNESS: &str = "witness";
 
 /// Descriptors and what is to be known of them.
 #[derive(Debug, Default)]
@@ -85,7 +91,11 @@ enum ToHolder {
     /// Close them.
     Forget { name: String },
     /// Everything is served.
-    Ready,
+    Ready {
+        /// How long reads wait for what they need, in milliseconds.
+        #[serde(default)]
+        patience_ms: Option<u64>,
+    },
     /// It is going to end, and is not to be started again.
     Stopping,
 }

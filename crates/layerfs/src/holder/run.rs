@@ -9,7 +9,7 @@
 
 use std::ffi::CString;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -19,18 +19,22 @@ use layerpack_sys::signals::SignalFd;
 use layerpack_sys::{fdpass, ns};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
-use rustix::process::{Pid, Signal};
+use rustix::process::Signal;
 
+use super::child::{Child, has_ended};
 use super::control::{Asker, Control, Question, Reply, Who};
-use super::stuck;
+use super::trouble::{Failing, Trouble};
 use super::{
-    FUSE, LOCK, PROTOCOL, Set, Sets, Standing, ToHolder, ToWorker, borrowed, receive, send,
+    FUSE, LOCK, PROTOCOL, Set, Sets, Standing, ToHolder, ToWorker, WITNESS, borrowed, receive,
+    stuck,
 };
 
 /// How often a dying worker is looked after, and limits are checked.
 const LOOK: Duration = Duration::from_millis(250);
+/// The same, once it is seen dying: readers wait.
+const SOON: Duration = Duration::from_millis(10);
 /// How long a killed worker may take to end before it is looked into.
-const DYING: Duration = Duration::from_millis(100);
+const DYING: Duration = Duration::from_millis(20);
 /// A worker that served for less has died young.
 const YOUNG: Duration = Duration::from_secs(2);
 /// Young deaths in a row that are taken for chance.
@@ -98,52 +102,6 @@ pub enum Notice {
     Said(String),
 }
 
-/// A worker.
-#[derive(Debug)]
-struct Child {
-    pid: Pid,
-    pidfd: OwnedFd,
-    link: OwnedFd,
-    /// The other end is still there.
-    link_open: bool,
-    /// Whether it is a child of this process.
-    ours: bool,
-    program: Rc<OwnedFd>,
-    version: Option<String>,
-    ready: Option<Instant>,
-    stopping: bool,
-    /// When it is killed.
-    leave_by: Option<Instant>,
-    /// Since when it was seen dying.
-    dying: Option<Instant>,
-}
-
-impl Child {
-    fn number(&self) -> u32 {
-        self.pid.as_raw_pid().unsigned_abs()
-    }
-
-    fn who(&self) -> Who {
-        Who {
-            pid: self.number(),
-            version: self.version.clone().unwrap_or_else(|| "unknown".to_owned()),
-        }
-    }
-
-    fn say(&self, message: &ToWorker, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-        send(self.link.as_fd(), message, fds)
-    }
-
-    fn kill(&self) {
-        let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL);
-    }
-
-    fn has_ended(&self) -> bool {
-        let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
-        poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
-    }
-}
-
 /// A newer worker and who waits for it.
 #[derive(Debug)]
 struct Upgrade {
@@ -170,6 +128,9 @@ pub struct Holder {
     /// Young deaths in a row.
     young: u32,
     not_before: Option<Instant>,
+    trouble: Trouble,
+    /// The worker's witness has ended.
+    alarmed: bool,
     /// Told to end.
     stop: bool,
     stop_starts: u32,
@@ -200,6 +161,8 @@ impl Holder {
             upgrades: 0,
             young: 0,
             not_before: None,
+            trouble: Trouble::default(),
+            alarmed: false,
             stop: false,
             stop_starts: 0,
             code: None,
@@ -291,6 +254,11 @@ impl Holder {
             .map_err(|e| e.to_io())?
             .map_err(|e| io::Error::other(format!("the program cannot be started: {e}")))?;
         drop(theirs);
+        // Not what this process has: memory is to be taken from workers first.
+        if let Some(score) = self.options.oom_score_adj {
+            let path = format!("/proc/{}/oom_score_adj", launched.pid.as_raw_pid());
+            let _ = fs_err::write(path, score.to_string());
+        }
         Ok(Child {
             pid: launched.pid,
             pidfd: launched.pidfd,
@@ -345,6 +313,11 @@ impl Holder {
             }
         }
         let mut limit = LOOK;
+        if self.alarmed {
+            limit = SOON;
+        } else if let Some(witness) = self.witness() {
+            fds.push(PollFd::new(witness, PollFlags::IN));
+        }
         if self.worker.is_none()
             && let Some(at) = self.not_before
         {
@@ -358,6 +331,12 @@ impl Holder {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(e) => Err(e.into()),
         }
+    }
+
+    /// The thread that tells of the worker's end before the process has ended.
+    fn witness(&self) -> Option<&OwnedFd> {
+        let set = self.worker.as_ref().and_then(|_| self.kept.get(WITNESS));
+        set.and_then(|set| set.fds.first())
     }
 
     /// Told to end: the worker unmounts everything.
@@ -420,7 +399,18 @@ impl Holder {
             worker: self.worker.as_ref().map(Child::who),
             restarts: self.restarts,
             upgrades: self.upgrades,
+            failing: self.failing(),
         }
+    }
+
+    /// Workers that do not stay; `None` once one did.
+    fn failing(&self) -> Option<Failing> {
+        let ready = self.worker.as_ref().and_then(|worker| worker.ready);
+        if ready.is_some_and(|at| at.elapsed() >= YOUNG) {
+            return None;
+        }
+        let next = self.not_before.filter(|_| self.worker.is_none());
+        self.trouble.told(next)
     }
 
     fn begin_upgrade(&mut self, program: OwnedFd, asker: Asker) {
@@ -516,7 +506,10 @@ impl Holder {
                 ToHolder::Forget { name } => {
                     self.kept.remove(&name);
                 }
-                ToHolder::Ready => self.ready(child),
+                ToHolder::Ready { patience_ms } => {
+                    self.trouble.serves(patience_ms);
+                    self.ready(child);
+                }
                 ToHolder::Stopping => {
                     child.stopping = true;
                     (self.options.notice)(&Notice::Stopping);
@@ -581,10 +574,12 @@ impl Holder {
     fn look_after(&mut self) {
         let now = Instant::now();
         let mut lines = Vec::new();
+        self.alarmed |= self.witness().is_some_and(has_ended);
         if let Some(worker) = &mut self.worker
             && !worker.has_ended()
         {
             if stuck::is_dying(worker.pid.as_raw_pid()) {
+                self.alarmed = true;
                 let since = *worker.dying.get_or_insert(now);
                 if now - since >= DYING
                     && let Some(set) = self.kept.get(FUSE)
@@ -649,6 +644,11 @@ impl Holder {
         }
         self.call_next();
         if self.worker.is_none()
+            && let Some(line) = self.trouble.look(self.kept.get(FUSE))
+        {
+            self.log(line);
+        }
+        if self.worker.is_none()
             && self.code.is_none()
             && self.not_before.is_none_or(|at| Instant::now() >= at)
         {
@@ -700,6 +700,8 @@ impl Holder {
 
     /// The worker has ended: what that means.
     fn ended(&mut self, worker: &Child) {
+        self.kept.remove(WITNESS);
+        self.alarmed = false;
         let how = if worker.ours {
             wait_pidfd(worker.pidfd.as_fd()).ok()
         } else {
@@ -742,7 +744,9 @@ impl Holder {
         }
         self.restarts += 1;
         let lived = worker.ready.map(|at| at.elapsed());
-        if lived.is_some_and(|lived| lived >= YOUNG) {
+        let stayed = lived.is_some_and(|lived| lived >= YOUNG);
+        self.trouble.died(!stayed, &text);
+        if stayed {
             self.young = 0;
         } else {
             self.young += 1;

@@ -297,6 +297,12 @@ impl Node {
         &self.root
     }
 
+    /// How long a read waits for its bytes, at most.
+    #[must_use]
+    pub fn read_timeout(&self) -> Duration {
+        self.fetcher.read_timeout()
+    }
+
     /// Where peers are answered, if they are.
     #[must_use]
     pub fn peer_address(&self) -> Option<SocketAddr> {
@@ -602,7 +608,11 @@ fn housekeeping(node: &Weak<Node>, end: &(Mutex<bool>, Condvar), pause: Duration
         }
         drop(ended);
         let Some(node) = node.upgrade() else { return };
-        node.tidy();
+        let tidied = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| node.tidy()));
+        if tidied.is_err() {
+            // Leases must go on being renewed.
+            node.problem("a round of housekeeping panicked (a bug; see the log)".to_owned());
+        }
     }
 }
 

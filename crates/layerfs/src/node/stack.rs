@@ -41,6 +41,26 @@ pub(super) fn stack_digest(layers: &[LayerId]) -> Digest {
     hasher.finish()
 }
 
+/// A lease that is taken back unless it is kept: also by a panic on the way.
+struct Tentative<'a> {
+    node: &'a Node,
+    id: Option<&'a str>,
+}
+
+impl Tentative<'_> {
+    fn keep(mut self) {
+        self.id = None;
+    }
+}
+
+impl Drop for Tentative<'_> {
+    fn drop(&mut self) {
+        if let Some(id) = self.id {
+            self.node.leases.lock().remove(id);
+        }
+    }
+}
+
 impl Node {
     /// Brings the layers of a stack up (`manifests` from the bottom to the top) and keeps them
     /// for the lease. Asked again for the same lease and stack, it answers the same.
@@ -106,6 +126,10 @@ impl Node {
         self.leases
             .lock()
             .insert(Record::new(info, &self.boot_text));
+        let tentative = Tentative {
+            node: self,
+            id: Some(&lease.id),
+        };
         let bring = |promise: &Promise| self.bring_stack_up(&store, &candidates, promise);
         let brought = self.with_promise(&store, &candidates, &bring);
         let result = brought.and_then(|lowers| {
@@ -124,8 +148,10 @@ impl Node {
             self.learn_begin(&record.info);
             Ok(record.info.stack)
         });
-        if result.is_err() {
-            self.leases.lock().remove(&lease.id);
+        if result.is_ok() {
+            tentative.keep();
+        } else {
+            drop(tentative);
             drop(stacking);
             self.trim_idle();
         }

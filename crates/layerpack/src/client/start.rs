@@ -137,7 +137,7 @@ fn start(root: &Path, client: &Client) -> anyhow::Result<api::Info> {
 }
 
 /// The last `error:` line that the log gained since `from`.
-fn last_error(log: &Path, from: u64) -> Option<String> {
+pub(super) fn last_error(log: &Path, from: u64) -> Option<String> {
     let mut file = fs_err::File::open(log).ok()?;
     let end = file.metadata().ok()?.len();
     file.seek(SeekFrom::Start(from.max(end.saturating_sub(LOG_TAIL))))

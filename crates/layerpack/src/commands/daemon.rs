@@ -212,7 +212,9 @@ fn stop(context: &Context, force: bool) -> Outcome {
         }
         Err(StopError::Client(ClientError::NotRunning { .. })) => false,
         // One that dies again and again answers nothing; its holder does.
-        Err(StopError::Client(ClientError::Lost { .. })) => end_holder(context.root(), force)?,
+        Err(StopError::Client(ClientError::Lost { .. } | ClientError::Failing(_))) => {
+            end_holder(context.root(), force)?
+        }
         Err(error) => return Err(error.into()),
     };
     print(context.format, &Stopped { stopped }, |out| {

@@ -9,6 +9,7 @@ use anyhow::anyhow;
 use serde::Serialize;
 
 use super::Outcome;
+use crate::api;
 use crate::client::{Client, ClientError};
 use crate::context::{Context, prepare_root};
 use crate::failure::one_line;
@@ -170,16 +171,35 @@ fn store(context: &Context) -> anyhow::Result<String> {
 }
 
 fn daemon(context: &Context) -> anyhow::Result<String> {
-    match Client::new(context.root())?.info() {
-        Ok(info) => Ok(format!(
-            "version {} runs as process {}",
-            info.version, info.pid
-        )),
+    match Client::new(context.root())?.status() {
+        Ok(status) => Ok(describe(&status)),
         Err(ClientError::NotRunning { .. }) => {
             Ok("not running; commands start it when they need it".to_owned())
         }
         Err(error) => Err(error.into()),
     }
+}
+
+/// Who runs, and what of its start and since then deserves a look.
+fn describe(status: &api::Status) -> String {
+    let (daemon, node) = (&status.daemon, &status.node);
+    let mut text = format!("version {} runs as process {}", daemon.version, daemon.pid);
+    let restarts = daemon.holder.as_ref().map_or(0, |holder| holder.restarts);
+    if restarts > 0 {
+        text.push_str(&format!(", {restarts} times started again after its death"));
+    }
+    for (count, what) in [
+        (node.swept.len(), "left-overs of former lives dealt with"),
+        (node.problems.len(), "problems"),
+    ] {
+        if count > 0 {
+            text.push_str(&format!(", {count} {what}"));
+        }
+    }
+    if !node.swept.is_empty() || !node.problems.is_empty() {
+        text.push_str(" (listed by `layerpack daemon status`)");
+    }
+    text
 }
 
 fn control_groups(context: &Context) -> anyhow::Result<String> {

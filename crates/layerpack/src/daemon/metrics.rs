@@ -258,6 +258,10 @@ fn render(metrics: &NodeMetrics, holder: Option<&api::Holder>) -> String {
         head(&mut out, name, "counter", help);
         let _ = writeln!(out, "{name} {}", holder.upgrades);
     }
+    let name = "layerpack_daemon_panics_total";
+    let help = "Panics in the daemon: bugs, which cost one read or request each";
+    head(&mut out, name, "counter", help);
+    let _ = writeln!(out, "{name} {}", super::panics::count());
     for (name, kind, help, value) in simple(metrics) {
         head(&mut out, name, kind, help);
         let _ = writeln!(out, "{name} {value}");

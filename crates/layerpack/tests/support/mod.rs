@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
+pub(crate) mod load;
+pub(crate) mod memory;
 pub(crate) mod rootfs;
 pub(crate) mod times;
 
