@@ -439,7 +439,9 @@ impl Blob {
         let mut cause = String::new();
         let mut source = std::error::Error::source(error);
         while let Some(e) = source {
-            cause.push_str(": ");
+            if !cause.is_empty() {
+                cause.push_str(": ");
+            }
             cause.push_str(&e.to_string());
             source = e.source();
         }

@@ -267,7 +267,7 @@ fn a_store_that_is_gone_gets_no_lease() {
     let (hour, no) = (Duration::from_secs(3600), Duration::ZERO);
     let lease = NodeLease::new(&store, "n1", "a test".to_owned(), hour, no).unwrap();
     lease.hold(&[first.digest]).unwrap();
-    std::fs::rename(&place, &away).unwrap();
+    fs_err::rename(&place, &away).unwrap();
     let gone = |result: Result<(), StoreError>| {
         let error = result.unwrap_err();
         assert!(matches!(error, StoreError::NoStore { .. }), "{error}");
@@ -278,11 +278,11 @@ fn a_store_that_is_gone_gets_no_lease() {
     lease.update(BTreeSet::new()).unwrap();
     assert!(!place.exists());
     // An empty directory in its place, as below a filesystem that is not mounted.
-    std::fs::create_dir(&place).unwrap();
+    fs_err::create_dir(&place).unwrap();
     lease.hold(&[second.digest]).unwrap_err();
-    assert_eq!(std::fs::read_dir(&place).unwrap().count(), 0);
-    std::fs::remove_dir(&place).unwrap();
-    std::fs::rename(&away, &place).unwrap();
+    assert_eq!(fs_err::read_dir(&place).unwrap().count(), 0);
+    fs_err::remove_dir(&place).unwrap();
+    fs_err::rename(&away, &place).unwrap();
     lease.hold(&[second.digest]).unwrap();
     store.remove(&reference("base/b:1")).unwrap();
     assert_eq!(store.collect(now()).unwrap().deleted.objects, 0);
