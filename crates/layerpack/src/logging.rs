@@ -33,6 +33,9 @@ pub(crate) fn start(verbose: u8, quiet: bool, daemon: bool) {
     let filter = EnvFilter::try_from_env(VARIABLE).unwrap_or_else(|_| EnvFilter::new(default));
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
+        // A log that cannot be written (its disk is full, say) is no reason to fail: telling of it on
+        // stderr, where it goes, would be a panic.
+        .log_internal_errors(false)
         .with_writer(std::io::stderr);
     let json = std::env::var(FORMAT).is_ok_and(|format| format == "json");
     let started = if json {

@@ -22,6 +22,9 @@ use serde::{Deserialize, Serialize};
 /// Version of `record.json`.
 const FORMAT: u32 = 1;
 
+/// Much longer than it takes to write a record.
+const MOMENT: Duration = Duration::from_secs(2);
+
 /// What was mounted where.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Record {
@@ -74,6 +77,22 @@ impl Place {
             .ok()?
             .elapsed()
             .ok()
+    }
+
+    /// Whether it was claimed and its record lost, when the machine stopped or a command was killed: it is
+    /// written at once otherwise, which is waited for.
+    pub(crate) fn is_lost(&self) -> bool {
+        let record = self.path.join("record.json");
+        loop {
+            if fs_err::metadata(&record).is_ok_and(|record| record.len() > 0) {
+                return false;
+            }
+            match self.age() {
+                None => return false,
+                Some(age) if age >= MOMENT => return true,
+                Some(_) => std::thread::sleep(Duration::from_millis(20)),
+            }
+        }
     }
 
     /// Id of the lease that the mount holds.
@@ -164,6 +183,10 @@ impl Place {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(e.into()),
         };
+        // The machine stopped before it reached the disk.
+        if bytes.is_empty() {
+            return Ok(None);
+        }
         let record: Record = serde_json::from_slice(&bytes).with_context(|| {
             format!(
                 "{} is damaged: delete its directory after `umount`",

@@ -20,6 +20,7 @@ pub mod mountinfo;
 pub mod net;
 pub mod ns;
 pub mod pagecache;
+pub mod power;
 pub mod probe;
 pub mod process;
 pub mod signals;

@@ -179,7 +179,10 @@ impl<'a> Claim<'a> {
     ) -> anyhow::Result<Self> {
         let place = Place::of(context.root(), directory);
         let names: Vec<String> = layers.iter().map(|layer| layer.name.clone()).collect();
-        if let Some(record) = place.record()? {
+        if place.is_lost() && !mount::is_mounted(directory)? {
+            release(context.root(), place.lease())?;
+            place.remove()?;
+        } else if let Some(record) = place.record()? {
             if mount::is_mounted(directory)? {
                 bail!(
                     "{} is mounted on {} already: `layerpack umount` it first",

@@ -4,6 +4,7 @@
 
 pub(crate) mod load;
 pub(crate) mod memory;
+pub(crate) mod power;
 pub(crate) mod rootfs;
 pub(crate) mod times;
 

@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use super::collect::{family, reason_of};
 use super::condemned::Condemned;
-use super::lease::Leases;
+use super::lease::{Leases, is_volatile};
 use super::mark::{Marks, Reason, Unknown, UsedLayer, mark, places_of};
 use super::parallel;
 use super::repair::{Lost, object_of};
@@ -206,8 +206,15 @@ impl LayerStore {
             findings.add(&root.error, Some(&root.name));
         }
         self.audit_references(&objects, &mut findings)?;
-        for (key, _) in &leases.unknown {
-            findings.add(&self.corrupt(key, "it is no lease of this version"), None);
+        for (key, why) in &leases.unknown {
+            if is_volatile(key) {
+                // It names what a writer was about to use: nothing that is there is lost with it.
+                report.warnings.push(format!(
+                    "{why}: left by a writer whose machine stopped, or of a newer version; nothing is collected until it has expired"
+                ));
+            } else {
+                findings.add(&self.corrupt(key, "it is no lease of this version"), None);
+            }
         }
         for (_, error) in Condemned::read(&**self.blobs())?.damaged {
             findings.add(&error, None);

@@ -224,12 +224,18 @@ impl Leases {
     }
 }
 
-/// Whether a lease that cannot be read would have expired whatever it says. A crash leaves damaged
-/// sessions: they are not written durably.
+/// Whether a lease is not written durably: a crash of the machine leaves damaged ones.
+pub(super) fn is_volatile(key: &Key) -> bool {
+    key.as_str().starts_with("leases/session-") || key.as_str().starts_with("leases/collector-")
+}
+
+/// Whether a lease that cannot be read would have expired whatever it says.
 fn is_too_old(key: &Key, modified: Option<SystemTime>, now: Option<SystemTime>) -> bool {
-    let session = key.as_str().starts_with("leases/session-")
-        || key.as_str().starts_with("leases/collector-");
-    let longest = if session { SESSION_TTL } else { MAX_TTL };
+    let longest = if is_volatile(key) {
+        SESSION_TTL
+    } else {
+        MAX_TTL
+    };
     modified
         .zip(now)
         .is_some_and(|(modified, now)| now.duration_since(modified).is_ok_and(|age| age > longest))
