@@ -6,6 +6,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use hashbrown::HashTable;
 use layerpack_erofs::NodeId;
 use layerpack_store::Digest;
 
@@ -57,11 +58,17 @@ impl Links {
 }
 
 /// Stands for a path: a million of them are no burden.
-type Key = [u8; 16];
+type Key = [u8; 12];
 
 fn key(path: &[u8]) -> Key {
-    let [key @ .., _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _] = *Digest::of(path).as_bytes();
-    key
+    let digest = Digest::of(path);
+    digest.as_bytes().first_chunk().copied().unwrap_or_default()
+}
+
+/// Keys are uniform: any of their bytes make a hash.
+fn hash(key: &Key) -> u64 {
+    let [a, b, c, d, e, f, g, h, ..] = *key;
+    u64::from_le_bytes([a, b, c, d, e, f, g, h])
 }
 
 /// What a path that is left out was.
@@ -73,10 +80,42 @@ pub(super) enum Out {
     Node(NodeId),
 }
 
+/// What was left out at a path, in 20 bytes.
+#[derive(Debug, Clone, Copy)]
+struct Slot {
+    key: Key,
+    /// Number of an entry; 0: it is a node, which the other number is.
+    number: u32,
+    check: u32,
+}
+const _: () = assert!(size_of::<Slot>() == 20);
+
+impl Slot {
+    fn new(key: Key, out: Out) -> Option<Self> {
+        let (number, check) = match out {
+            Out::Entry(number, check) => (
+                u32::try_from(number).ok().filter(|number| *number > 0)?,
+                check,
+            ),
+            Out::Node(id) => (0, u32::try_from(id.index()).ok()?),
+        };
+        Some(Self { key, number, check })
+    }
+
+    fn out(&self) -> Out {
+        match self.number {
+            0 => Out::Node(NodeId::from_index(self.check)),
+            number => Out::Entry(number.into(), self.check),
+        }
+    }
+}
+
 /// Everything but directories that one archive has and the layer does not.
 #[derive(Debug, Default)]
 pub(super) struct Hidden {
-    by_path: HashMap<Key, Out>,
+    by_path: HashTable<Slot>,
+    /// The same, where numbers do not fit the short form: of archives with billions of entries.
+    others: HashMap<Key, Out>,
     /// Files of the layer whose metadata and contents are those of an entry that was left out, by its
     /// number.
     wanted: BTreeMap<u64, (u32, NodeId)>,
@@ -91,17 +130,36 @@ pub(super) fn check_of(name: &[u8]) -> u32 {
 impl Hidden {
     /// Something is left out.
     pub(super) fn add(&mut self, landed: &[u8], out: Out) {
-        self.by_path.insert(key(landed), out);
+        self.replace(landed);
+        let key = key(landed);
+        match Slot::new(key, out) {
+            Some(slot) => {
+                let hash_of = |slot: &Slot| hash(&slot.key);
+                self.by_path.insert_unique(hash(&key), slot, hash_of);
+            }
+            None => {
+                self.others.insert(key, out);
+            }
+        }
     }
 
     /// Something else lies there now.
     pub(super) fn replace(&mut self, landed: &[u8]) {
-        self.by_path.remove(&key(landed));
+        if self.by_path.is_empty() && self.others.is_empty() {
+            return;
+        }
+        let key = key(landed);
+        if let Ok(there) = self.by_path.find_entry(hash(&key), |slot| slot.key == key) {
+            there.remove();
+        }
+        self.others.remove(&key);
     }
 
     /// What was left out there.
     pub(super) fn at(&self, landed: &[u8]) -> Option<Out> {
-        self.by_path.get(&key(landed)).copied()
+        let key = key(landed);
+        let slot = self.by_path.find(hash(&key), |slot| slot.key == key);
+        (slot.map(Slot::out)).or_else(|| self.others.get(&key).copied())
     }
 
     /// The file that stands for an entry that was left out.
@@ -147,5 +205,34 @@ mod tests {
         links.hide(b"");
         assert_eq!(links.target(b"c/d"), None);
         assert_eq!(links.target(b"a/own"), Some(b"t".to_vec()));
+    }
+
+    #[test]
+    fn what_is_left_out_is_known_by_its_path() {
+        let mut hidden = Hidden::default();
+        let far = 1 << 40;
+        let outs = [
+            Out::Entry(1, 0),
+            Out::Entry(u32::MAX.into(), u32::MAX),
+            Out::Node(NodeId::ROOT),
+            Out::Node(NodeId::from_index(7)),
+            Out::Entry(far, 3),
+        ];
+        for round in 0..outs.len() {
+            let out = |i: usize| outs[(i + round) % outs.len()];
+            for i in 0..2000 {
+                hidden.add(format!("p{i}").as_bytes(), out(i));
+            }
+            for i in 0..2000 {
+                assert_eq!(hidden.at(format!("p{i}").as_bytes()), Some(out(i)));
+            }
+        }
+        assert_eq!(hidden.by_path.len() + hidden.others.len(), 2000);
+        assert_eq!(hidden.others.len(), 400);
+        for i in 0..1999 {
+            hidden.replace(format!("p{i}").as_bytes());
+            assert_eq!(hidden.at(format!("p{i}").as_bytes()), None);
+        }
+        assert!(hidden.at(b"p1999").is_some() && hidden.at(b"p").is_none());
     }
 }
