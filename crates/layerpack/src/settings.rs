@@ -203,21 +203,19 @@ impl Settings {
 
 fn read(path: &Path) -> anyhow::Result<File> {
     let what = "cannot read the configuration";
-    let about = fs_err::metadata(path).context(what)?;
-    if !about.is_file() {
-        bail!("the configuration {} is not a regular file", path.display());
-    }
-    let mut text = String::new();
-    // It may grow while it is read.
+    // Also a pipe or /dev/null, as long as it ends.
+    let mut bytes = Vec::new();
     fs_err::File::open(path)
-        .and_then(|file| file.take(MAX_FILE + 1).read_to_string(&mut text))
+        .and_then(|file| file.take(MAX_FILE + 1).read_to_end(&mut bytes))
         .context(what)?;
-    if text.len() as u64 > MAX_FILE {
+    if bytes.len() as u64 > MAX_FILE {
         bail!(
             "the configuration {} is longer than {MAX_FILE} bytes",
             path.display()
         );
     }
+    let text = String::from_utf8(bytes)
+        .with_context(|| format!("the configuration {} is not UTF-8", path.display()))?;
     toml::from_str(&text)
         .map_err(|e| of_toml(&e, &text))
         .with_context(|| format!("the configuration {} is wrong", path.display()))
@@ -267,12 +265,13 @@ mod tests {
         fs_err::write(&file, "# ".repeat(600_000)).unwrap();
         for (wrong, why) in [
             (file.as_path(), "is longer than"),
-            (Path::new("/dev/zero"), "is not a regular file"),
-            (dir.path(), "is not a regular file"),
+            (Path::new("/dev/zero"), "is longer than"),
+            (dir.path(), "directory"),
         ] {
             let said = format!("{:#}", load(None, None, wrong).unwrap_err());
             assert!(said.contains(why), "{said}");
         }
+        load(None, None, Path::new("/dev/null")).unwrap();
         // A file that is named must be there.
         let given = Given {
             config: Some(absent),
