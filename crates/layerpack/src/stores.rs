@@ -46,7 +46,8 @@ pub(crate) fn opener(read_timeout: Duration) -> StoreOpener {
 
 fn for_readers(read_timeout: Duration) -> OpenOptions {
     let mut options = OpenOptions::default();
-    let patience = (read_timeout / 2).max(Duration::from_secs(1));
+    let patience = (read_timeout / 4).max(Duration::from_secs(1));
+    let patience = patience.min(Duration::from_secs(15));
     let timeouts = &mut options.timeouts;
     for limit in [&mut timeouts.response, &mut timeouts.idle] {
         *limit = patience.min(*limit);
@@ -115,7 +116,7 @@ mod tests {
 
     #[test]
     fn requests_for_readers_end_in_time_for_them() {
-        for (read_timeout, at_most) in [(4, 2), (60, 30), (600, 30), (0, 1)] {
+        for (read_timeout, at_most) in [(4, 1), (20, 5), (60, 15), (600, 15), (0, 1)] {
             let options = for_readers(Duration::from_secs(read_timeout));
             let at_most = Duration::from_secs(at_most);
             assert_eq!(options.timeouts.response, at_most);

@@ -362,6 +362,11 @@ impl Blob {
         let begun = Instant::now();
         let limit = self.patience.limit(begun, self.fetcher.config.read_timeout);
         let deadline = begun + limit;
+        if limit < self.fetcher.config.read_timeout {
+            // Who has little time does not wait for what has had as much already: the store may be
+            // well again, and a request that hangs does not notice.
+            self.give_up(offset, end, begun.checked_sub(limit));
+        }
         let waiting = self.fetcher.waiting.enter(self.layer);
         let mut cost = Cost::default();
         let mut result = self.read_pieces(offset, end, deadline, buf, &mut cost);
@@ -377,7 +382,7 @@ impl Blob {
             *waited = limit;
             // Who had less than the whole time says nothing about the request.
             if limit == self.fetcher.config.read_timeout {
-                self.give_up(offset, end);
+                self.give_up(offset, end, Some(Instant::now()));
             }
         }
         let outcome = result.as_ref().map(|()| end - offset);
@@ -545,12 +550,14 @@ impl Blob {
         Ok((extent, place))
     }
 
-    /// What is under way for a range had its time: whoever comes next asks the store anew.
-    fn give_up(&self, offset: u64, end: u64) {
+    /// What has been under way for a range since `until` had its time: whoever comes next asks the
+    /// store anew.
+    fn give_up(&self, offset: u64, end: u64, until: Option<Instant>) {
         let source = self.source.read().clone();
         for index in self.extents(offset, end) {
             if let Some((frame, _)) = source.locator.extent(index)
                 && let Some(flight) = self.flights.under_way(source.generation, frame)
+                && until.is_some_and(|until| flight.begun() <= until)
             {
                 flight.give_up();
             }

@@ -22,8 +22,9 @@ pub(super) enum Outcome {
 }
 
 /// One fetch under way.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Flight {
+    begun: Instant,
     /// Whether the store is asked, as it will be in the end, and not a peer, who may be waiting
     /// for us.
     direct: AtomicBool,
@@ -35,6 +36,20 @@ pub(super) struct Flight {
     anew: AtomicBool,
     outcome: Mutex<Option<Outcome>>,
     landed: Condvar,
+}
+
+impl Default for Flight {
+    fn default() -> Self {
+        Self {
+            begun: Instant::now(),
+            direct: AtomicBool::default(),
+            copied: AtomicBool::default(),
+            given_up: AtomicBool::default(),
+            anew: AtomicBool::default(),
+            outcome: Mutex::default(),
+            landed: Condvar::default(),
+        }
+    }
 }
 
 impl Flight {
@@ -56,6 +71,11 @@ impl Flight {
     /// Whether another layer of the node had the frame.
     pub(super) fn was_copied(&self) -> bool {
         self.copied.load(Ordering::Acquire)
+    }
+
+    /// When it was asked for.
+    pub(super) fn begun(&self) -> Instant {
+        self.begun
     }
 
     /// The store had its time: whoever comes next asks it anew.

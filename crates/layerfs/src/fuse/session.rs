@@ -38,7 +38,7 @@ impl SessionConfig {
     /// Limits that suit a node of a few cores: reads of 1 MiB, 64 of them in flight.
     pub const RECOMMENDED: Self = Self {
         max_read: 1 << 20,
-        max_background: 128,
+        max_background: 1024,
         wait_threads: 64,
         passthrough: true,
         wait_queue: 4096,

@@ -142,6 +142,8 @@ fn serve(context: &Context, args: MountArgs) -> Outcome {
     config.prefetch = prefetch;
     config.fill_bytes_per_second = settings.fill_rate;
     config.open_store = stores::opener(config.fetch.read_timeout);
+    // As it is to be asked for readers.
+    let store = (config.open_store)(context.store_url())?;
     let manifests: Vec<(Digest, Manifest)> = layers
         .iter()
         .map(|layer| (layer.digest, layer.manifest.clone()))
