@@ -55,8 +55,13 @@ impl State {
             .waiting
             .iter()
             .take_while(|w| w.ticket != wanted.ticket);
-        let first = |w: &Wanted| w.store != wanted.store && self.has_its_share(w, share);
-        fits && !self.has_its_share(wanted, share) && before.copied().all(|w| first(&w))
+        // Of a store whose first reader waits for its share nobody comes before that one, however
+        // little they want.
+        let passed = |w: &Wanted| {
+            let first = self.waiting.iter().find(|first| first.store == w.store);
+            w.store != wanted.store && first.is_some_and(|w| self.has_its_share(w, share))
+        };
+        fits && !self.has_its_share(wanted, share) && before.copied().all(|w| passed(&w))
     }
 
     fn give(&mut self, wanted: &Wanted) {
@@ -188,6 +193,29 @@ mod tests {
         assert!(budget.take(0, 1, Instant::now()).is_none());
         drop(big);
         assert!(budget.take(0, 1, Instant::now()).is_some());
+        assert_eq!(budget.used(), 0);
+    }
+
+    #[test]
+    fn who_wants_little_behind_who_has_its_share_holds_up_no_other_store() {
+        let budget = &Budget::new(1000);
+        let held = budget.take(0, 700, soon()).unwrap();
+        std::thread::scope(|scope| {
+            let waits = |bytes: u64, waiting: usize| {
+                let reader = scope.spawn(move || drop(budget.take(0, bytes, soon()).unwrap()));
+                while budget.state.lock().waiting.len() < waiting {
+                    std::thread::yield_now();
+                }
+                reader
+            };
+            let _large = waits(100, 1);
+            let _small = waits(10, 2);
+            assert!(budget.take_now(1, 50).is_some());
+            assert!(budget.take(1, 50, soon()).is_some());
+            // Within the store it is first come, first served.
+            assert!(budget.take_now(0, 10).is_none());
+            drop(held);
+        });
         assert_eq!(budget.used(), 0);
     }
 
